@@ -80,7 +80,7 @@ class TestMethods:
 
 @ranks(4)
 def test_subgroups_and_threads() -> None:
-    pair = dist.new_group([0, 1]) if dist.get_rank() < 2 else dist.new_group([0, 1])
+    pair = dist.new_group([0, 1])
     results = []
 
     def in_thread() -> None:
@@ -323,6 +323,28 @@ def test_a_warm_test_is_cheap() -> None:
         run_ranks(lambda: None, 2)
         costs_s.append(time.perf_counter() - started)
     assert min(costs_s) < 0.3, f"two ranks that do nothing cost {min(costs_s):.2f} s"
+
+
+def test_an_interrupted_run_ends_its_ranks_and_the_next_one_works(tmp_path: Path) -> None:
+    class Interrupted(BaseException):
+        pass
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    def body(client_pid: int) -> None:
+        (tmp_path / "pid").write_text(str(os.getpid()))
+        os.kill(client_pid, signal.SIGUSR1)
+        threading.Event().wait()
+
+    previous = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with pytest.raises(Interrupted):
+            run_ranks(body, 1, os.getpid())
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+    assert not _runs(int((tmp_path / "pid").read_text()))
+    assert run_ranks(lambda: "again", 1) == ["again"]
 
 
 @linux_only

@@ -67,14 +67,13 @@ class Crew:
             for index in range(self.request.world_size):
                 self._fork(index, master_port)
             timed_out = self._watch()
+        finally:  # also when the client is gone
+            self._kill_ranks()
             leaks = self._end_orphans(bystanders)
-        finally:
-            self._kill_all()
             self._close()
-        if not self.request.check_leaks:
-            leaks = []
-        elif not any(self._is_failure(r) for r in self._ranks):
-            # A failed run may well leave something; its failure is the news.
+        if not self.request.check_leaks or any(self._is_failure(r) or r.outcome.killed for r in self._ranks):
+            leaks = []  # a failed run may well leave something; its failure is the news
+        else:
             leaks += shm_left_behind(shm_before)
         return wire.RunResult([r.outcome for r in self._ranks], leaks, timed_out)
 
@@ -185,41 +184,42 @@ class Crew:
             if member.alive:
                 member.outcome.killed = why
                 # A stopped process takes no signal but SIGKILL until it is continued.
-                for number in (rank_process.STACKS_SIGNAL, signal.SIGCONT):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(member.pid, number)
+                os.kill(member.pid, rank_process.STACKS_SIGNAL)
+                os.kill(member.pid, signal.SIGCONT)
         until = time.monotonic() + _DUMP_S
         while any(r.alive for r in self._ranks) and self._wait(until):
             pass
 
-    def _end_orphans(self, bystanders: set[int]) -> list[str]:
-        """Name and kill what the ranks started and left: the server adopts it when they end."""
-        self._kill_all()
-        orphans = _strangers(bystanders)
-        until = time.monotonic() + _ORPHAN_S
-        while orphans and self._wait(until):  # children of adopted processes come to us as their parents end
-            orphans = _strangers(bystanders)
-        leaks = [f"process {pid} ({command_of(pid)}) outlived its rank" for pid in orphans]
-        while orphans:
-            for pid in orphans:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            until = time.monotonic() + _ORPHAN_S
-            while _strangers(bystanders) and self._wait(until):
-                pass
-            orphans = _strangers(bystanders)
-        return leaks
-
-    def _kill_all(self) -> None:
+    def _kill_ranks(self) -> None:
         for member in self._ranks:
             if member.alive:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(member.pid, signal.SIGKILL)
+                _kill(member.pid)
         while any(r.alive for r in self._ranks):
-            select.select([self.wakeup], [], [], 1.0)
-            with contextlib.suppress(BlockingIOError):
-                self.wakeup.recv(4096)
-            self._reap()
+            self._wait_for_child(time.monotonic() + 1.0)
+
+    def _end_orphans(self, bystanders: set[int]) -> list[str]:
+        """Name and kill what the ranks started and left: the server adopts it when they end."""
+        reported = [leak for r in self._ranks if r.outcome.report for leak in r.outcome.report.leaks]
+        until = time.monotonic() + (0.0 if reported else _ORPHAN_S)
+        while (orphans := _orphans(bystanders)) and time.monotonic() < until:
+            self._wait_for_child(until)
+        leaks = [
+            f"process {pid} ({command_of(pid)}) outlived its rank"
+            for pid in children_of(os.getpid())
+            if pid in orphans and not any(leak.startswith(f"process {pid} ") for leak in reported)
+        ]
+        while orphans:  # what those started comes to us as they end
+            for pid in orphans:
+                _kill(pid)
+            self._wait_for_child(time.monotonic() + 1.0)
+            orphans = _orphans(bystanders)
+        return leaks
+
+    def _wait_for_child(self, until: float) -> None:
+        ready, _, _ = select.select([self.wakeup], [], [], max(0.0, until - time.monotonic()))
+        if ready:
+            self.wakeup.recv(4096)
+        self._reap()
 
     def _close(self) -> None:
         for member in self._ranks:
@@ -228,8 +228,13 @@ class Crew:
             member.line.close()
 
 
-def _strangers(bystanders: set[int]) -> list[int]:
-    return [pid for pid in children_of(os.getpid()) if pid not in bystanders]
+def _orphans(bystanders: set[int]) -> list[int]:
+    return [pid for pid in children_of(os.getpid(), with_zombies=True) if pid not in bystanders]
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 def _tail(file: IO[bytes]) -> str:

@@ -159,13 +159,9 @@ def _init_process_group(request: wire.RunRequest, seat: Seat) -> None:
 
 
 def _skip_reason(error: BaseException) -> str | None:
-    # By name: a rank that never imported pytest must not pay for it here.
-    if isinstance(error, unittest.SkipTest) or (type(error).__module__, type(error).__name__) == (
-        "_pytest.outcomes",
-        "Skipped",
-    ):
-        return str(error)
-    return None
+    outcomes: Any = sys.modules.get("_pytest.outcomes")  # a rank that never imported pytest must not pay for it here
+    skips = (unittest.SkipTest,) if outcomes is None else (unittest.SkipTest, outcomes.Skipped)
+    return str(error) if isinstance(error, skips) else None
 
 
 def _traceback_of(error: BaseException) -> str:
