@@ -1,0 +1,42 @@
+# Every target sets up .venv by itself; all it needs is python3 (3.11 or later) with pip, and make.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+NPROC ?= 2
+
+.PHONY: demo test lint bench peer docs clean
+
+# torch first, and alone: with the constraint it is the tested one, and the open range in pyproject.toml is then already
+# satisfied when the rest is installed.
+$(READY): pyproject.toml constraints.txt
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet -c constraints.txt "$$(grep '^torch==' constraints.txt)"
+	$(PY) -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(READY)
+	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) examples/digits.py
+
+test: $(READY)
+	$(PY) -m pytest tests -m "not gpu"
+
+lint: $(READY)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy src
+
+bench: $(READY)
+	mkdir -p benchmarks/out
+	set -e; for script in $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)); do \
+		echo "== $$script"; $(PY) $$script --quick --json benchmarks/out/$$(basename $$script .py).json; done
+
+peer: $(READY)
+	$(PY) tests/peer/run.py
+
+docs: $(READY)
+	$(PY) tests/docs_check.py
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis benchmarks/out
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
