@@ -1,0 +1,1 @@
+"""Phalanx: data-parallel training for PyTorch in which the ranks hold the line."""

@@ -1,0 +1,38 @@
+"""Broadcasting many tensors as few: one flat message per dtype and device, in pieces of bounded size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from phalanx.comm.group import Group
+
+PIECE_BYTES = 64 * 1024 * 1024
+
+
+def broadcast_coalesced(
+    group: Group, tensors: Sequence[torch.Tensor], *, source: int, piece_bytes: int = PIECE_BYTES
+) -> None:
+    """Give every rank the source's values, in place. All ranks pass alike tensors in the same order."""
+    if group.size == 1:
+        return
+    with torch.no_grad():
+        for piece in pieces(tensors, piece_bytes):
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in piece])
+            group.broadcast(flat, source).wait()
+            if group.rank != source:
+                for tensor, part in zip(piece, flat.split([tensor.numel() for tensor in piece]), strict=True):
+                    tensor.detach().copy_(part.view(tensor.shape))
+
+
+def pieces(tensors: Iterable[torch.Tensor], piece_bytes: int) -> Iterator[list[torch.Tensor]]:
+    """Tensors of one dtype and device at a time, in order, in lists of about `piece_bytes`."""
+    open_pieces: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        key = (tensor.dtype, tensor.device)
+        piece = open_pieces.setdefault(key, [])
+        piece.append(tensor)
+        if sum(member.numel() * member.element_size() for member in piece) >= piece_bytes:
+            yield open_pieces.pop(key)
+    yield from open_pieces.values()

@@ -1,0 +1,101 @@
+"""What the layers above need of a group of ranks: a small interface, so that any transport can stand behind it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+
+ReduceKind = Literal["sum", "avg", "max", "min"]
+
+
+class Work(ABC):
+    """A collective under way. Waiting is local; that all ranks started the same collective is their contract."""
+
+    @abstractmethod
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return when the result may be used by this rank (on CUDA: by the current stream), or raise the cause."""
+
+    @abstractmethod
+    def done(self) -> bool: ...
+
+    def then(self, action: Callable[[], None]) -> Work:
+        """A work that is this one followed by `action`, which runs once, in whichever thread waits first."""
+        return _Chained(self, action)
+
+
+class DoneWork(Work):
+    """What a collective returns when there was nothing to wait for."""
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        return None
+
+    def done(self) -> bool:
+        return True
+
+
+class _Chained(Work):
+    def __init__(self, first: Work, action: Callable[[], None]) -> None:
+        self._first = first
+        self._action: Callable[[], None] | None = action
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        self._first.wait(timeout_s)
+        action, self._action = self._action, None
+        if action is not None:
+            action()
+
+    def done(self) -> bool:
+        return self._action is None
+
+
+class Group(ABC):
+    """Ranks that communicate. All collectives must be called by every rank of the group, in the same order."""
+
+    rank: int
+    size: int
+    name: str
+    averages: bool
+    """Whether `all_reduce(…, "avg")` exists and costs no extra pass."""
+
+    @abstractmethod
+    def all_reduce(self, tensor: torch.Tensor, kind: ReduceKind = "sum") -> Work: ...
+
+    @abstractmethod
+    def all_reduce_sparse(self, tensor: torch.Tensor) -> tuple[Work, Callable[[], torch.Tensor]]:
+        """Sum sparse COO tensors. The second value gives the coalesced sum, once the work was waited on."""
+
+    @abstractmethod
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Work: ...
+
+    @abstractmethod
+    def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Work: ...
+
+    @abstractmethod
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A flat, uninitialised tensor that this group reduces at the least cost. All ranks allocate alike, in order."""
+
+    @abstractmethod
+    def release(self, tensor: torch.Tensor) -> None:
+        """Say that a tensor from `allocate` is no longer needed. All ranks release alike, in order."""
+
+    @abstractmethod
+    def exchange(self, label: str, payload: bytes, *, timeout_s: float) -> list[bytes]:
+        """Every rank's payload, in order of ranks. Needs no tensor, device or equal sizes; for rare agreements.
+
+        A rank that does not come within `timeout_s` is named in the error.
+        """
+
+    @abstractmethod
+    def post_failure(self, topic: str, reason: str) -> None:
+        """Tell whoever waits in this group, now or later, that this rank fails in `topic` and will not come."""
+
+    @abstractmethod
+    def failure_of(self, rank: int, topic: str) -> str | None:
+        """What `rank` posted as the cause of its failure in `topic`, if it did."""
+
+    @abstractmethod
+    def abort(self, reason: str) -> None:
+        """Wake all waiters, on every rank, with an error that carries the reason. The group is of no use afterwards."""

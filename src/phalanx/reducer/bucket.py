@@ -1,0 +1,132 @@
+"""One bucket: a flat buffer, a view of it per parameter, and a lifecycle with one guard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+import torch
+
+from phalanx.comm.group import Group, Work
+from phalanx.errors import ReducerStateError
+from phalanx.reducer.plan import BucketSpec, ParameterSpec
+
+
+class BucketState(Enum):
+    FILLING = "filling"
+    READY = "ready"
+    IN_FLIGHT = "in flight"
+    REDUCED = "reduced"
+
+
+_NEXT = {
+    BucketState.FILLING: BucketState.READY,
+    BucketState.READY: BucketState.IN_FLIGHT,
+    BucketState.IN_FLIGHT: BucketState.REDUCED,
+}
+
+
+class ParameterSlot:
+    """A parameter's place in a bucket, and what has arrived for it in this step."""
+
+    __slots__ = (
+        "bucket",
+        "dirty",
+        "expected",
+        "hot",
+        "index",
+        "late",
+        "left",
+        "name",
+        "parameter",
+        "seen",
+        "stale",
+        "sticky",
+        "view",
+    )
+
+    def __init__(self, index: int, name: str, parameter: torch.nn.Parameter) -> None:
+        self.index = index
+        self.name = name
+        self.parameter = parameter
+        self.bucket: Bucket
+        self.view: torch.Tensor
+        self.expected = 1  # arrivals in a backward pass, as far as earlier passes tell
+        self.left = 1  # arrivals still to come in this pass
+        self.seen = 0  # arrivals in this pass
+        self.hot = False  # whether the next arrival is the plain case: the first and only one
+        self.sticky = False  # was once predicted unused and came all the same: wait for it from now on
+        self.dirty = False  # holds a gradient that no reduction has seen
+        self.late: torch.Tensor | None = None  # came after the bucket had left: for a second round
+        self.stale: torch.Tensor | None = None  # the gradient that was there before, not of this pass
+
+    def start_step(self) -> None:
+        # Predicted unused only where a wrong guess can be mended: an old gradient would be added to in flight.
+        expected = self.expected
+        if expected == 0 and (self.sticky or self.parameter.grad is not None):
+            expected = 1
+        self.left = expected
+        self.hot = expected == 1 and not self.bucket.spec.sparse
+        self.seen = 0
+        self.late = None
+        self.stale = None
+
+
+class Bucket:
+    """Gradients on their way. The buffer ends in a tail of `num_extra` numbers that are reduced with it."""
+
+    def __init__(self, spec: BucketSpec, specs: Sequence[ParameterSpec], group: Group, *, num_extra: int = 0) -> None:
+        self.spec = spec
+        self.state = BucketState.FILLING
+        self.slots: list[ParameterSlot] = []
+        self.pending = 0
+        self.work: Work | None = None
+        self.buffer = group.allocate(0 if spec.sparse else spec.numel + num_extra, spec.dtype, spec.device)
+        self.gradients = self.buffer[: spec.numel] if num_extra else self.buffer
+        self.tail = self.buffer[spec.numel :] if num_extra else None
+        # The factor as a tensor of the bucket's own precision: half the cost of a Python number per multiplication.
+        real = spec.dtype.to_real() if spec.dtype.is_complex else spec.dtype
+        self.scale = torch.ones((), dtype=real)
+        self.views = [] if spec.sparse else [
+            _view(self.gradients, offset, specs[index])
+            for offset, index in zip(spec.offsets, spec.parameters, strict=True)
+        ]
+
+    @property
+    def index(self) -> int:
+        return self.spec.index
+
+    def advance(self, to: BucketState) -> None:
+        """The one guard: a bucket is filled, then ready, then in flight, then reduced."""
+        if _NEXT.get(self.state) is not to:
+            raise ReducerStateError(
+                f"a bucket that is {self.state.value} cannot become {to.value}",
+                bucket=self.index,
+                parameters=[slot.name for slot in self.slots],
+            )
+        self.state = to
+
+    def start_step(self) -> None:
+        self.state = BucketState.FILLING
+        self.pending = sum(1 for slot in self.slots if slot.left > 0)
+        self.work = None
+
+
+def _view(flat: torch.Tensor, offset: int, spec: ParameterSpec) -> torch.Tensor:
+    """A gradient's place in the buffer, laid out in memory as its parameter is (channels-last stays channels-last)."""
+    piece = flat[offset : offset + spec.numel]
+    if _is_dense(spec):
+        return piece.as_strided(spec.shape, spec.stride, piece.storage_offset())
+    return piece.view(spec.shape)
+
+
+def _is_dense(spec: ParameterSpec) -> bool:
+    """Whether the strides name each of the first `numel` places exactly once."""
+    expected = 1
+    for length, stride in sorted(
+        ((n, s) for n, s in zip(spec.shape, spec.stride, strict=True) if n != 1), key=lambda pair: pair[1]
+    ):
+        if stride != expected:
+            return False
+        expected *= length
+    return spec.numel > 0

@@ -1,0 +1,94 @@
+"""When a gradient is there and when a backward pass is over: the only file that touches autograd's hooks.
+
+A gradient is there when autograd has accumulated it into ``.grad`` (a post-accumulate hook). That a *pass* is over is
+harder. A callback queued on the engine runs at the end of the graph task in which it was queued. Under reentrant
+checkpointing that is an inner pass, run by a node of the outer one; the outer node is then current, and a hook on it
+can queue the callback again, one level further out, until no node is current: that is the root.
+
+Nor does a pass always end. If it raises, the engine drops the callback uncalled, and that is how it is noticed: the
+callback is an object, and its end without a call is the end of the pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+
+current_pass: Callable[[], int] = torch._C._current_graph_task_id
+"""The engine's number for the pass that runs in this thread; -1 outside of any."""
+
+
+class BackwardPasses:
+    """Tells when the backward pass in which gradients arrive ends, or breaks off."""
+
+    def __init__(self, *, on_end: Callable[[], None], on_broken: Callable[[], None]) -> None:
+        self._on_end = on_end
+        self._on_broken = on_broken
+        self._queued: set[int] = set()
+
+    def enter(self) -> None:
+        """Call from a gradient's hook, at least once per pass."""
+        number = current_pass()
+        if number not in self._queued:
+            self._queued.add(number)
+            _queue(_End(self, number))  # the engine alone keeps it, so that its end is the engine's doing
+
+    def forget(self) -> None:
+        """The step is settled: what is still queued means nothing any more."""
+        self._queued.clear()
+
+    def _ended(self, number: int) -> None:
+        self._queued.discard(number)
+        node = torch._C._current_autograd_node()
+        if node is None:
+            self._on_end()
+        else:
+            _Outer(self, node)
+
+    def _broke(self, number: int) -> None:
+        if number in self._queued:
+            self._queued.discard(number)
+            self._on_broken()
+
+
+class _End:
+    """Queued on the engine. Called: the pass ended. Dropped without a call: it raised."""
+
+    def __init__(self, passes: BackwardPasses, number: int) -> None:
+        self._passes: BackwardPasses | None = passes
+        self._number = number
+
+    def __call__(self) -> None:
+        passes, self._passes = self._passes, None
+        if passes is not None:
+            passes._ended(self._number)
+
+    def __del__(self) -> None:
+        if self._passes is not None:
+            self._passes._broke(self._number)
+
+
+class _Outer:
+    """Waits for the node that ran an inner pass, and then queues the end again in the pass of that node."""
+
+    def __init__(self, passes: BackwardPasses, node: Any) -> None:
+        self._passes = passes
+        self._handle = node.register_hook(self._after_node)
+
+    def _after_node(self, *_: Any) -> None:
+        self._handle.remove()
+        self._passes.enter()
+
+
+def _queue(callback: Callable[[], None]) -> None:
+    Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def hook_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Callable[[], None]:
+    """Call `hook` each time a gradient was accumulated into the parameter; the returned function removes it."""
+    handle = parameter.register_post_accumulate_grad_hook(hook)
+    removed: Callable[[], None] = handle.remove
+    return removed

@@ -1,0 +1,104 @@
+"""The parameters' places in buckets, made from a plan: what is rebuilt as a whole when the plan changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from phalanx.comm.group import Group
+from phalanx.reducer.bucket import Bucket, ParameterSlot
+from phalanx.reducer.order import LaunchOrder
+from phalanx.reducer.plan import BucketPolicy, ParameterSpec, plan_buckets
+from phalanx.reducer.unused import ControlBlock
+
+_CARRIES_CONTROL = (torch.float32, torch.float64)
+
+
+class Layout:
+    """Slots, buckets, their launch order, and where the control block travels.
+
+    Making one is collective in so far as the group's `allocate` is: all ranks lay out alike, in the same order.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[ParameterSlot],
+        sparse: Sequence[bool],
+        order: Sequence[int],
+        policy: BucketPolicy,
+        group: Group,
+        *,
+        control_in_tail: bool,
+    ) -> None:
+        self.slots = list(slots)
+        self.specs = [
+            ParameterSpec.of(slot.name, slot.parameter, sparse=is_sparse)
+            for slot, is_sparse in zip(slots, sparse, strict=True)
+        ]
+        self.order = list(order)
+        self.pointers = self.current_pointers()
+        planned = plan_buckets(self.specs, order, policy)
+        self.control = ControlBlock(
+            num_parameters=len(self.slots), num_buckets=len(planned), rank=group.rank, size=group.size
+        )
+        self.rides = (
+            control_in_tail and bool(planned) and planned[-1].dtype in _CARRIES_CONTROL and not planned[-1].sparse
+        )
+        self.buckets: list[Bucket] = []
+        for spec in planned:
+            num_extra = self.control.length if self.rides and spec is planned[-1] else 0
+            bucket = Bucket(spec, self.specs, group, num_extra=num_extra)
+            bucket.slots = [self.slots[index] for index in spec.parameters]
+            for slot, index in zip(bucket.slots, spec.parameters, strict=True):
+                slot.index = index
+            for place, slot in enumerate(bucket.slots):
+                slot.bucket = bucket
+                if not spec.sparse:
+                    slot.view = bucket.views[place]
+            self.buckets.append(bucket)
+        device = planned[-1].device if planned else torch.device("cpu")
+        self.control_tensor = (
+            self.buckets[-1].tail if self.rides else torch.zeros(self.control.length, device=device)
+        )
+        self.launches = LaunchOrder(len(self.buckets))
+
+    def current_pointers(self) -> list[int]:
+        return [slot.parameter.data_ptr() for slot in self.slots]
+
+    def still_fits(self) -> bool:
+        """Whether each parameter still has the shape, dtype and device it was planned with; cheap when nothing moved."""
+        pointers = self.current_pointers()
+        if pointers == self.pointers:
+            return True
+        self.pointers = pointers
+        return all(
+            ParameterSpec.of(spec.name, slot.parameter, sparse=spec.sparse) == spec
+            for slot, spec in zip(self.slots, self.specs, strict=True)
+        )
+
+    def start_step(self) -> None:
+        for slot in self.slots:
+            slot.start_step()
+        for bucket in self.buckets:
+            bucket.start_step()
+        self.launches.reset([bucket.pending == 0 for bucket in self.buckets])
+
+    def detach_gradients(self) -> None:
+        """Give gradients that still lie in the buckets memory of their own, so that the buckets can be let go."""
+        for slot in self.slots:
+            if not slot.bucket.spec.sparse and slot.parameter.grad is slot.view:
+                slot.parameter.grad = slot.view.clone()
+
+    def release(self, group: Group) -> None:
+        for bucket in self.buckets:
+            buffer = bucket.buffer
+            bucket.views = []
+            for slot in bucket.slots:
+                slot.view = _NOTHING
+            bucket.buffer = bucket.gradients = _NOTHING
+            group.release(buffer)
+        self.control_tensor = _NOTHING
+
+
+_NOTHING = torch.empty(0)

@@ -1,0 +1,739 @@
+"""A step, from the first gradient to the average.
+
+    gradient ready  →  bucket full  →  bucket launched, in order  →  backward over  →  settled  →  finalized
+
+Gradients arrive through hooks, while autograd goes on with earlier layers. The common arrival (the first and only one of
+a parameter that is used once) is a closure of a few lines, `_make_hook`. Everything else goes through `_arrive`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+
+from phalanx import events
+from phalanx.comm.group import Group, Work
+from phalanx.errors import PeerFailedError, PhalanxError, ReducerStateError
+from phalanx.reducer.bucket import Bucket, BucketState, ParameterSlot
+from phalanx.reducer.grad_hooks import BackwardPasses, current_pass, hook_gradient
+from phalanx.reducer.layout import Layout
+from phalanx.reducer.plan import BucketPolicy
+from phalanx.reducer.unused import Flag, Report
+
+logger = logging.getLogger(__name__)
+
+_NO_PASS = -2  # no pass has this number: every arrival takes the long way
+
+
+class Placement(Enum):
+    """Where gradients live."""
+
+    OWNED = "owned"
+    """In the buckets. ``.grad`` is empty while a bucket is on its way, so that a second gradient of the same parameter
+    can arrive safely, and is a view of the bucket when backward returns."""
+    VIEW = "view"
+    """In the buckets, and ``.grad`` is the view from the moment the gradient arrives (torch's bucket views)."""
+    COPY = "copy"
+    """Where autograd put them: copied into the bucket and the average copied back (torch's default)."""
+
+
+class Mode(Enum):
+    """What the backward pass under way does with its gradients."""
+
+    SYNC = "sync"
+    KEEP = "keep"
+
+
+@dataclass(frozen=True)
+class ReducerOptions:
+    """How a reducer behaves. Every rank must use equal options."""
+
+    policy: BucketPolicy = field(default_factory=BucketPolicy)
+    first_policy: BucketPolicy | None = None
+    """Buckets until they are re-planned, where that differs."""
+    placement: Placement = Placement.OWNED
+    replan: bool = True
+    """Lay out buckets anew, after the first step, in the order in which gradients really arrived."""
+    settle_unused: bool = True
+    """Settle, at the end of backward, what did not arrive; otherwise the step stays open until it has."""
+    static: bool = False
+    """Every pass has the same arrivals as the first; the first is reduced when it is over."""
+
+
+@dataclass
+class ReducerStats:
+    """Counters since construction."""
+
+    steps: int = 0
+    waited_s: float = 0.0
+    """Time in which this rank stood still for reductions at the end of backward."""
+    num_plans: int = 0
+    used_by: list[int] | None = None
+    """By parameter, how many ranks used it in the last step; None where all used all."""
+
+
+class Reducer:
+    """Averages the gradients of some parameters over a group, in overlap with backward.
+
+    Every rank of the group makes one with alike parameters and equal options, and every rank takes part in every step:
+    by a backward pass that reaches a parameter, or by `synchronize`.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        group: Group,
+        *,
+        sparse: Sequence[bool] | None = None,
+        options: ReducerOptions | None = None,
+        name: str = "module",
+    ) -> None:
+        self.name = name
+        self.group = group
+        self.options = options or ReducerOptions()
+        self.stats = ReducerStats()
+        self.synchronizes = True
+        """Read when a backward pass begins: False keeps its gradients local, to be reduced by a later pass."""
+        self.gate: Callable[[], bool] | None = None
+        """If set, asked when a pass begins whether it synchronises at all."""
+        self.bucket_hook: Callable[[Bucket], Work] | None = None
+        """If set, reduces a bucket's gradients in place of the plain all-reduce; it must average, too."""
+        self.has_changed: Callable[[], bool] | None = None
+        """If set, asked at the end of a pass whether the module still holds these parameters."""
+        self.on_changed: Callable[[Report], None] | None = None
+        """Called on every rank when some rank's parameters changed, after the gradients were averaged."""
+        self.after_step: list[Callable[[], None]] = []
+        self.before_step: list[Callable[[], None]] = []
+        self.synced_since_step = False
+        self.kept_since_step = False
+        self.arrivals: list[int] | None = []
+        """Order of arrival in the first step, while it is recorded."""
+        self._weight: float | None = None
+        self._mode: Mode | None = None
+        self._pass = _NO_PASS
+        self._broken: PhalanxError | None = None
+        self._draining: list[Work] = []
+        self._order_work: tuple[Work, torch.Tensor] | None = None
+        self._passes = BackwardPasses(on_end=self._end_of_backward, on_broken=self.abandon)
+        self._slots: dict[int, ParameterSlot] = {}
+        self._removers: dict[int, Callable[[], None]] = {}
+        self._store: Callable[..., object] = torch.mul
+        count = len(named_parameters)
+        self._lay_out(
+            named_parameters,
+            sparse if sparse is not None else [False] * count,
+            list(range(count - 1, -1, -1)),
+            self.options.first_policy or self.options.policy,
+            "construction",
+        )
+
+    # -- layout --------------------------------------------------------------------------------------------------
+
+    @property
+    def slots(self) -> list[ParameterSlot]:
+        return self.layout.slots
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        return self.layout.buckets
+
+    @property
+    def step(self) -> int:
+        """The step under way or about to begin, from 1."""
+        return self.stats.steps + 1
+
+    def _lay_out(
+        self,
+        named_parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        sparse: Sequence[bool],
+        order: Sequence[int],
+        policy: BucketPolicy,
+        reason: str,
+    ) -> None:
+        self._adopt(named_parameters)
+        slots = [self._slots[id(parameter)] for _, parameter in named_parameters]
+        self.layout = Layout(slots, sparse, order, policy, self.group, control_in_tail=self.bucket_hook is None)
+        self.stats.num_plans += 1
+        if events.listeners:
+            events.emit(events.BucketsPlanned(self.name, self.step, reason, len(self.buckets)))
+
+    def _adopt(self, named_parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+        """Hook the parameters that are new, let go of those that are gone; the others keep their slot and its history."""
+        wanted = {id(parameter) for _, parameter in named_parameters}
+        for gone in [key for key in self._slots if key not in wanted]:
+            del self._slots[gone]
+            self._removers.pop(gone)()
+        for index, (name, parameter) in enumerate(named_parameters):
+            if id(parameter) not in self._slots:
+                slot = self._slots[id(parameter)] = ParameterSlot(index, name, parameter)
+                self._removers[id(parameter)] = hook_gradient(parameter, self._make_hook(slot))
+
+    def replan(
+        self,
+        named_parameters: Sequence[tuple[str, torch.nn.Parameter]] | None = None,
+        *,
+        sparse: Sequence[bool] | None = None,
+        order: Sequence[int] | None = None,
+        reason: str,
+    ) -> None:
+        """Lay out the buckets anew, between steps. All ranks do so at the same point, with alike arguments."""
+        old = self.layout
+        parameters = list(named_parameters or [(slot.name, slot.parameter) for slot in old.slots])
+        if sparse is None:
+            by_id = {id(slot.parameter): spec.sparse for slot, spec in zip(old.slots, old.specs, strict=True)}
+            sparse = [by_id.get(id(parameter), False) for _, parameter in parameters]
+        if order is None:
+            order = old.order if len(parameters) == len(old.slots) else range(len(parameters) - 1, -1, -1)
+        # Free first, then allocate: the old and the new buckets together would take the gradients' memory twice.
+        old.detach_gradients()
+        old.release(self.group)
+        self._lay_out(parameters, sparse, order, self.options.policy, reason)
+
+    def replace_group(self, group: Group) -> None:
+        """Reduce over another group from the next step on. What was learnt of the old one's order is learnt anew."""
+        self._drain()
+        self.reset()
+        self.layout.detach_gradients()
+        self.layout.release(self.group)
+        self.group = group
+        self._broken = None
+        self._order_work = None
+        self.arrivals = []
+        named = [(slot.name, slot.parameter) for slot in self.slots]
+        sparse = [spec.sparse for spec in self.layout.specs]
+        policy = self.options.first_policy or self.options.policy
+        self._lay_out(named, sparse, list(range(len(named) - 1, -1, -1)), policy, "a new group")
+
+    def set_bucket_hook(self, hook: Callable[[Bucket], Work] | None) -> None:
+        """Reduce buckets by a function of the caller's. It gets plain sums' place and must average by itself."""
+        self.bucket_hook = hook
+        if self.layout.rides:  # the control block must not pass through the hook: it travels by itself from now on
+            self.replan(reason="a hook was registered")
+
+    def remove_hooks(self) -> None:
+        for remove in self._removers.values():
+            remove()
+        self._removers.clear()
+
+    # -- arrivals ------------------------------------------------------------------------------------------------
+
+    def _make_hook(self, slot: ParameterSlot) -> Callable[[torch.Tensor], None]:
+        """The plain arrival, in as few steps as possible: this runs once per parameter and step."""
+        parameter = slot.parameter
+        placement = self.options.placement
+        owned, viewed = placement is Placement.OWNED, placement is Placement.VIEW
+
+        def on_gradient(_: torch.Tensor) -> None:
+            if current_pass() != self._pass or not slot.hot:
+                self._arrive(slot)
+                return
+            slot.hot = False
+            slot.seen = 1
+            bucket = slot.bucket
+            view = slot.view
+            self._store(parameter.grad, bucket.scale, out=view)
+            if owned:
+                parameter.grad = None
+            elif viewed:
+                parameter.grad = view
+            bucket.pending -= 1
+            if not bucket.pending:
+                self._bucket_is_full(bucket)
+
+        return on_gradient
+
+    def _arrive(self, slot: ParameterSlot) -> None:
+        """Any arrival: the first of a pass, one under a listener, a repeated, sparse, unexpected or unsynchronised one."""
+        if self._mode is None:
+            self._begin_backward()
+        self._passes.enter()
+        if slot.parameter.grad is None:
+            return
+        if self._mode is Mode.KEEP:
+            slot.dirty = True
+            return
+        with torch.no_grad():
+            self._accept(slot)
+        if self._pass == _NO_PASS or current_pass() != self._pass:
+            self._pass = current_pass() if self.arrivals is None and not events.listeners else _NO_PASS
+
+    def _accept(self, slot: ParameterSlot) -> None:
+        bucket = slot.bucket
+        slot.seen += 1
+        slot.hot = False
+        if self.arrivals is not None and slot.seen == 1:
+            self.arrivals.append(slot.index)
+        if events.listeners:
+            events.emit(events.GradientReady(self.name, self.step, slot.name, bucket.index))
+        if slot.left <= 0 or (self.options.placement is not Placement.OWNED and slot.seen > max(slot.expected, 1)):
+            self._accept_unexpected(slot)
+            return
+        slot.left -= 1
+        if self.options.placement is Placement.OWNED or slot.left == 0:
+            self._fill(slot)
+        if slot.left == 0:
+            bucket.pending -= 1
+            if not bucket.pending:
+                self._bucket_is_full(bucket)
+
+    def _accept_unexpected(self, slot: ParameterSlot) -> None:
+        """More arrivals than earlier passes had: into the bucket if it is still here, else into a second round."""
+        if self.options.static and self.stats.steps > 0:
+            raise ReducerStateError(
+                "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, "
+                "but then got used in the second iteration. this is not compatible with static_graph set to True.",
+                rank=self.group.rank,
+                step=self.step,
+                parameters=[slot.name],
+            )
+        if slot.seen > 1 and self.options.placement is not Placement.OWNED:
+            if self.options.static:
+                return  # the first pass of a static graph is filled when it is over
+            raise ReducerStateError(
+                "Expected to mark a variable ready only once. This error is caused by one of the following reasons: "
+                "1) a module parameter is used outside the forward function, or shared by several concurrent "
+                "forward-backward passes; 2) a parameter is reused in several reentrant backward passes, for example "
+                "by checkpointing the same part twice. `static_graph=True` allows it if the graph never changes, and "
+                "`phalanx.replicate` always does.",
+                rank=self.group.rank,
+                step=self.step,
+                parameters=[slot.name],
+            )
+        if slot.bucket.state is BucketState.FILLING:
+            self._fill(slot)
+            return
+        slot.sticky = slot.sticky or slot.seen == 1
+        gradient = slot.parameter.grad
+        assert gradient is not None
+        gradient = gradient.detach()
+        slot.late = gradient if slot.late is None else slot.late + gradient
+        slot.parameter.grad = None
+
+    def _fill(self, slot: ParameterSlot) -> None:
+        """Put what is in ``.grad`` into the bucket: scaled, and added to what this pass has put there before."""
+        bucket, parameter = slot.bucket, slot.parameter
+        gradient = parameter.grad
+        assert gradient is not None
+        if bucket.spec.sparse:
+            return  # a sparse gradient stays where it is until its bucket leaves
+        gradient = gradient.detach()
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        if self.options.placement is Placement.OWNED and slot.seen > 1:
+            slot.view.add_(gradient * bucket.scale if self._store is torch.mul else gradient)
+        else:
+            self._store(gradient, bucket.scale, out=slot.view)
+        if self.options.placement is Placement.OWNED:
+            parameter.grad = None
+        elif self.options.placement is Placement.VIEW:
+            parameter.grad = slot.view
+
+    def _bucket_is_full(self, bucket: Bucket) -> None:
+        self.layout.launches.mark_ready(bucket.index)
+        if not (self.options.static and self.stats.steps == 0):
+            self._launch()
+
+    # -- the step ------------------------------------------------------------------------------------------------
+
+    def _begin_backward(self) -> None:
+        """The first gradient of a pass: decide what this pass does, and get the buckets ready."""
+        if self._broken is not None:
+            raise self._broken
+        if not (self.gate is None or self.gate()) or not self.synchronizes:
+            self._mode = Mode.KEEP
+            self.kept_since_step = True
+            return
+        for action in self.before_step:
+            action()
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._drain()
+        self._apply_agreed_order()
+        if not self.layout.still_fits():
+            self._replan_for_new_layout()
+        self._mode = Mode.SYNC
+        weight = 1.0 if self._weight is None else self._weight
+        plain = self.bucket_hook is not None or (self.group.averages and self._weight is None)
+        self._store = _copy if plain else torch.mul
+        for bucket in self.buckets:
+            bucket.scale.fill_(1.0 if plain else weight / self.group.size)
+        self.layout.start_step()
+        if events.listeners:
+            events.emit(events.StepStarted(self.name, self.step))
+
+    def _end_of_backward(self) -> None:
+        """The root pass is over."""
+        if self._mode is Mode.KEEP:
+            self._mode = None
+        elif self._mode is Mode.SYNC:
+            self._pass = _NO_PASS
+            if not self.options.settle_unused and not self._static_first and not self.layout.launches.all_ready:
+                return  # torch's contract: a later pass may complete it, or the next forward raises
+            self._complete_step()
+
+    @property
+    def _static_first(self) -> bool:
+        return self.options.static and self.stats.steps == 0
+
+    def _complete_step(self) -> None:
+        try:
+            with torch.no_grad():
+                self._settle()
+                self._finalize(self._launch_rest(Flag(0)))
+        except PhalanxError as error:
+            self._fail(error)
+            raise
+        for action in self.after_step:
+            action()
+
+    def _fail(self, error: PhalanxError) -> None:
+        """A step that did not come to its end on this rank. A peer's failure is survivable, a lost group is not."""
+        if not isinstance(error, PeerFailedError):
+            self._broken = error
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the step under way, on this rank alone: what was launched is waited for before the next begins."""
+        self._draining += [bucket.work for bucket in self.buckets if bucket.work is not None]
+        for bucket in self.buckets:
+            bucket.work = None
+        self._mode = None
+        self._pass = _NO_PASS
+        self._weight = None
+        self._passes.forget()
+
+    def abandon(self) -> None:
+        """The backward pass raised. The other ranks wait for this step: give it to them, marked as failed.
+
+        They raise an error that names this rank, and all ranks stay in step, so training may go on.
+        """
+        mode, self._pass = self._mode, _NO_PASS
+        if mode is not Mode.SYNC or self._broken is not None:
+            self.reset()
+            return
+        try:
+            with torch.no_grad():
+                self._draining += self._launch_rest(Flag.FAILED)
+        except Exception as error:  # called while another exception is on its way to the user: that one counts
+            logger.warning("rank %d could not tell its peers that its backward failed: %s", self.group.rank, error)
+        self.reset()
+        self.stats.steps += 1
+
+    def synchronize(self) -> None:
+        """Take part in a step without a backward pass: reduce what is unsynchronised here, and zeros for the rest.
+
+        Collective: it is this rank's part in the step that the other ranks take part in by a backward pass or likewise.
+        """
+        if self._mode is Mode.SYNC:
+            self.abandon() if self.options.settle_unused else self.reset()
+        if self._broken is not None:
+            raise self._broken
+        for action in self.before_step:
+            action()
+        with torch.no_grad():
+            self._begin_step()
+        self._complete_step()
+
+    def set_weight(self, weight: float | None) -> None:
+        """This rank's share in the next step's average, in any unit (samples, tokens), on all ranks or on none."""
+        self._weight = weight
+
+    def _settle(self) -> None:
+        """The pass is over: whatever has not arrived will not. Its place gets what this rank has for it, or zeros."""
+        for bucket in self.buckets:
+            if bucket.state is not BucketState.FILLING:
+                continue
+            for slot in bucket.slots:
+                if self._static_first and slot.seen and self.options.placement is not Placement.OWNED:
+                    slot.seen = min(slot.seen, 1)
+                    self._fill(slot)
+                elif not slot.seen or slot.left > 0:
+                    self._settle_slot(slot)
+            self.layout.launches.mark_ready(bucket.index)
+
+    def _settle_slot(self, slot: ParameterSlot) -> None:
+        gradient = slot.parameter.grad
+        if slot.seen:  # fewer arrivals than before; what has come counts
+            if self.options.placement is not Placement.OWNED:
+                self._fill(slot)
+        elif slot.dirty and gradient is not None:
+            slot.seen = 1
+            self._fill(slot)
+        elif not slot.bucket.spec.sparse:
+            self._fill_absent(slot)
+
+    def _fill_absent(self, slot: ParameterSlot) -> None:
+        """No gradient of this pass. An old one that the user kept counts in the average, and stays if nobody used it."""
+        gradient = slot.parameter.grad
+        if gradient is None:
+            slot.view.zero_()
+            return
+        slot.stale = gradient.clone() if gradient is slot.view else gradient
+        self._store(slot.stale.detach(), slot.bucket.scale, out=slot.view)
+
+    # -- launching -----------------------------------------------------------------------------------------------
+
+    def _launch(self, *, backward_is_over: bool = False) -> None:
+        for index in self.layout.launches.launchable(backward_is_over=backward_is_over):
+            bucket = self.buckets[index]
+            if not backward_is_over:
+                for slot in bucket.slots:
+                    if not slot.seen:  # predicted unused
+                        self._settle_slot(slot)
+            self._launch_bucket(bucket)
+
+    def _launch_bucket(self, bucket: Bucket) -> None:
+        bucket.advance(BucketState.READY)
+        if bucket.spec.sparse:
+            bucket.work = self._launch_sparse(bucket)
+        elif self.bucket_hook is not None:
+            bucket.work = self.bucket_hook(bucket)
+        elif self.group.size == 1:
+            bucket.work = None
+        else:
+            bucket.work = self.group.all_reduce(bucket.buffer, "avg" if self._store is _copy else "sum")
+        bucket.advance(BucketState.IN_FLIGHT)
+        if events.listeners:
+            events.emit(events.BucketLaunched(self.name, self.step, bucket.index, bucket.spec.num_bytes))
+
+    def _launch_sparse(self, bucket: Bucket) -> Work:
+        (slot,) = bucket.slots
+        spec = self.layout.specs[slot.index]
+        gradient = slot.parameter.grad
+        if gradient is None:
+            mine = torch.sparse_coo_tensor(
+                torch.empty(1, 0, dtype=torch.int64, device=spec.device),
+                torch.empty(0, *spec.shape[1:], dtype=spec.dtype, device=spec.device),
+                spec.shape,
+                check_invariants=False,
+            )
+        else:
+            gradient = gradient.detach()
+            mine = gradient if gradient.is_sparse else gradient.to_sparse(1)
+            if not slot.seen:
+                slot.stale = slot.parameter.grad
+        scale = float(bucket.scale)
+        if self._store is _copy:
+            scale = 1.0 / self.group.size
+        work, result = self.group.all_reduce_sparse(mine * scale)
+
+        def put() -> None:
+            slot.parameter.grad = result()  # taken back by `_restore` where no rank used it
+
+        return work.then(put)
+
+    def _launch_rest(self, flags: Flag) -> list[Work]:
+        """Launch everything that is left, with this rank's report in the last bucket's tail or behind it."""
+        if self.has_changed is not None and not flags & Flag.FAILED and self.has_changed():
+            flags |= Flag.CHANGED
+        if self._weight is not None:
+            flags |= Flag.WEIGHTED
+        launches = self.layout.launches
+        if flags & Flag.FAILED:
+            for bucket in self.buckets:
+                if bucket.state is BucketState.FILLING:
+                    launches.mark_ready(bucket.index)
+        layout = self.layout
+        if not layout.rides:
+            self._launch(backward_is_over=True)
+        used = None if all(slot.seen for slot in layout.slots) else [slot.seen > 0 for slot in layout.slots]
+        late = [bucket.index for bucket in self.buckets if any(slot.late is not None for slot in bucket.slots)]
+        weight = 1.0 if self._weight is None else self._weight
+        assert layout.control_tensor is not None
+        layout.control.write(layout.control_tensor, used=used, late=late, weight=weight, flags=flags)
+        if layout.rides:
+            self._launch(backward_is_over=True)
+        works = [bucket.work for bucket in self.buckets if bucket.work is not None]
+        if not layout.rides and self.group.size > 1:
+            works.append(self.group.all_reduce(layout.control_tensor))
+        return works
+
+    # -- finalizing ----------------------------------------------------------------------------------------------
+
+    def _finalize(self, works: list[Work]) -> None:
+        """Wait for all reductions, read the report, and hand the averages out."""
+        waited_s = self._wait_for(works)
+        layout = self.layout
+        assert layout.control_tensor is not None
+        averaged = layout.rides and self._store is _copy and self.group.size > 1
+        report = layout.control.read(layout.control_tensor, averaged=averaged)
+        self._raise_for_failed(report)
+        self._apply_weights(report)
+        for index in report.late:
+            self._second_round(self.buckets[index])
+        unused = self._hand_out(report.used)
+        self._learn(report)
+        self.stats.steps += 1
+        self.stats.waited_s += waited_s
+        self.stats.used_by = report.used
+        self._mode = None
+        self._weight = None
+        self.synced_since_step = True
+        self.kept_since_step = False
+        self._passes.forget()
+        for bucket in self.buckets:
+            bucket.work = None
+        if events.listeners:
+            events.emit(events.StepFinalized(self.name, self.stats.steps, waited_s, unused))
+        if report.ranks_with(Flag.CHANGED) and self.on_changed is not None:
+            self.on_changed(report)
+
+    def _wait_for(self, works: list[Work]) -> float:
+        began = time.perf_counter()
+        if not events.listeners:
+            for work in works:
+                work.wait()
+        else:
+            for bucket in self.buckets:
+                start = time.perf_counter()
+                if bucket.work is not None:
+                    bucket.work.wait()
+                events.emit(
+                    events.BucketReduced(self.name, self.step, bucket.index, time.perf_counter() - start)
+                )
+            for work in works[len([b for b in self.buckets if b.work is not None]) :]:
+                work.wait()
+        for bucket in self.buckets:
+            bucket.advance(BucketState.REDUCED)
+        return time.perf_counter() - began
+
+    def _raise_for_failed(self, report: Report) -> None:
+        failed = report.ranks_with(Flag.FAILED)
+        if failed:
+            self.stats.steps += 1
+            cause = self.group.failure_of(failed[0], "")
+            raise PeerFailedError(
+                f"rank {failed[0]} raised in its backward pass{f' ({cause})' if cause else ''}; "
+                "this step's gradients are dropped on every rank",
+                failed_ranks=failed,
+                rank=self.group.rank,
+                step=self.stats.steps,
+            )
+
+    def _apply_weights(self, report: Report) -> None:
+        weighted = report.ranks_with(Flag.WEIGHTED)
+        if not weighted:
+            return
+        missing = [rank for rank in range(self.group.size) if rank not in weighted]
+        if missing:
+            raise ReducerStateError(
+                f"ranks {weighted} gave a weight for this step and ranks {missing} did not: give one on all, or on none",
+                rank=self.group.rank,
+                step=self.step,
+            )
+        total = sum(report.weights)
+        if total <= 0:
+            raise ReducerStateError(
+                f"the weights of all ranks add up to {total:g}: at least one must be positive",
+                rank=self.group.rank,
+                step=self.step,
+            )
+        for bucket in self.buckets:
+            if bucket.spec.sparse:
+                gradient = bucket.slots[0].parameter.grad
+                if gradient is not None:
+                    bucket.slots[0].parameter.grad = gradient * (self.group.size / total)
+            else:
+                bucket.gradients.mul_(self.group.size / total)
+
+    def _second_round(self, bucket: Bucket) -> None:
+        """Some rank got a gradient after this bucket had left. All ranks know, and reduce those apart."""
+        extra = torch.zeros_like(bucket.gradients)
+        offsets = dict(zip(bucket.spec.parameters, bucket.spec.offsets, strict=True))
+        share = float(bucket.scale) if self._store is torch.mul else 1.0 / self.group.size
+        for slot in bucket.slots:
+            if slot.late is not None:
+                piece = extra[offsets[slot.index] : offsets[slot.index] + slot.view.numel()]
+                piece.as_strided(slot.view.shape, slot.view.stride(), piece.storage_offset()).copy_(slot.late).mul_(share)
+                slot.late = None
+        if self.group.size > 1:
+            self.group.all_reduce(extra).wait()
+        bucket.gradients.add_(extra)
+
+    def _hand_out(self, used: list[int] | None) -> tuple[str, ...]:
+        """Put the averages where the user looks for them; returns the names of what no rank used."""
+        copy = self.options.placement is Placement.COPY
+        if used is None and not copy:
+            for slot in self.slots:
+                if not slot.bucket.spec.sparse:
+                    slot.parameter.grad = slot.view
+            return ()
+        unused = []
+        targets, sources = [], []
+        for slot in self.slots:
+            if used is not None and not used[slot.index]:
+                unused.append(slot.name)
+                self._restore(slot)
+            elif not slot.bucket.spec.sparse:
+                if not copy:
+                    slot.parameter.grad = slot.view
+                elif slot.parameter.grad is None:
+                    slot.parameter.grad = slot.view.clone()
+                else:
+                    targets.append(slot.parameter.grad.detach())
+                    sources.append(slot.view)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        return tuple(unused)
+
+    def _restore(self, slot: ParameterSlot) -> None:
+        """No rank used it: whatever gradient was there before this step is there again, to the bit."""
+        if slot.stale is None:
+            slot.parameter.grad = None
+        elif slot.bucket.spec.sparse or slot.stale is slot.parameter.grad:
+            slot.parameter.grad = slot.stale
+        else:
+            slot.view.copy_(slot.stale)
+            slot.parameter.grad = slot.view
+
+    def _learn(self, report: Report) -> None:
+        """Expect next time what came this time; and agree, once, on the order in which gradients arrive."""
+        for slot in self.slots:
+            slot.dirty = False
+            slot.stale = None
+            if slot.seen != slot.expected:
+                slot.expected = slot.seen
+        if self.arrivals is None:
+            return
+        seen, self.arrivals = self.arrivals, None
+        if not self.options.replan or self._order_work is not None:
+            return
+        rest = set(seen)
+        order = seen + [index for index in self.layout.order if index not in rest]
+        tensor = torch.tensor(order, dtype=torch.int64, device=self.buckets[0].spec.device)
+        if self.group.size > 1:
+            self._order_work = (self.group.broadcast(tensor, 0), tensor)
+        elif order != self.layout.order:
+            self.replan(order=order, reason="the order in which gradients arrived")
+
+    def _apply_agreed_order(self) -> None:
+        if self._order_work is None:
+            return
+        (work, tensor), self._order_work = self._order_work, None
+        work.wait()
+        order = [int(index) for index in tensor.tolist()]
+        self.replan(order=order, reason="the order in which gradients arrived")
+
+    def _replan_for_new_layout(self) -> None:
+        """Parameters were cast, moved or resized in place. Ranks must have done so alike: they compare before going on."""
+        self.replan(reason="parameters changed dtype, shape or device")
+
+    def _drain(self) -> None:
+        """What an abandoned step has launched must be over before its buffers are used again."""
+        works, self._draining = self._draining, []
+        for work in works:
+            try:
+                work.wait()
+            except PhalanxError as error:
+                self._broken = error
+                raise
+
+
+def _copy(gradient: torch.Tensor, _: torch.Tensor, *, out: torch.Tensor) -> None:
+    out.copy_(gradient)
