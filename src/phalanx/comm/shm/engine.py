@@ -1,0 +1,97 @@
+"""Runs the calls of one group, one after the other, in the order in which they were made.
+
+A synchronous call runs on the caller's thread when nothing is queued or running: no hand-over, no second thread. Any
+other call is queued for the group's worker thread, so that it overlaps with whatever its caller does next.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.comm.shm.work import ShmWork
+
+Act = Callable[[], None]
+
+
+@dataclass
+class _Task:
+    work: ShmWork
+    act: Act
+    span: Any  # a profiler record that ends with the task, or None
+
+
+class Engine:
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._queue: deque[_Task] = deque()
+        self._busy = False
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+
+    def run(self, work: ShmWork, act: Act, *, inline: bool, span: Any = None) -> ShmWork:
+        """Returns the work, which is complete already where the call ran inline. Errors are in the work."""
+        task = _Task(work, act, span)
+        with self._lock:
+            if self._stopping:
+                raise RuntimeError(f"group {self._name} has been shut down; {work.name} came too late")
+            if not inline or self._busy or self._queue:
+                self._queue.append(task)
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._serve, name=f"phalanx-{self._name}", daemon=True)
+                    self._thread.start()
+                self._changed.notify_all()
+                return work
+            self._busy = True
+        try:
+            self._execute(task)
+        finally:
+            with self._lock:
+                self._busy = False
+                if self._queue or self._stopping:
+                    self._changed.notify_all()
+        return work
+
+    def _serve(self) -> None:
+        while True:
+            with self._lock:
+                self._changed.wait_for(lambda: not self._busy and (self._queue or self._stopping))
+                if not self._queue:
+                    return
+                task = self._queue.popleft()
+                self._busy = True
+            self._execute(task)
+            del task  # or its tensors live until the next call
+            with self._lock:
+                self._busy = False
+                if self._stopping:
+                    self._changed.notify_all()
+
+    @staticmethod
+    def _execute(task: _Task) -> None:
+        error: BaseException | None = None
+        try:
+            task.act()
+        except BaseException as caught:  # also KeyboardInterrupt: the call is half done on this rank
+            error = caught
+        finally:
+            if task.span is not None:
+                task.span.__exit__(None, None, None)
+        task.work.finish(error)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Refuse new calls, let the queued ones finish. False where they did not in time."""
+        with self._lock:
+            self._stopping = True
+            self._changed.notify_all()
+            return self._changed.wait_for(lambda: not self._busy and not self._queue, timeout=timeout_s)
+
+    def join(self, timeout_s: float) -> None:
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout_s)
