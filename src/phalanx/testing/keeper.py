@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from datetime import timedelta
 from typing import NoReturn
 
@@ -45,7 +46,19 @@ def _keep(announce: int, lifeline: int, server_pid: int) -> NoReturn:
     try:
         die_with_parent(server_pid)
         signal.set_wakeup_fd(-1)
-        store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
+        # Of our own making, because it is IPv4 alone. A store's own socket is IPv6 too, sees peers as ::ffff:127.0.0.1
+        # and asks the name server who that is at every connection: up to 5 s each where none answers.
+        listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        port = listener.getsockname()[1]
+        store = TCPStore(
+            "127.0.0.1",
+            port,
+            None,
+            True,
+            timedelta(seconds=30),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
         os.write(announce, str(store.port).encode())
         os.close(announce)
         os.read(lifeline, 1)  # nothing is ever written: this returns when the server has closed its end or died

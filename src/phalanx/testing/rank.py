@@ -108,6 +108,8 @@ def _settle_in(request: wire.RunRequest, seat: Seat) -> None:
     )
     # Gloo otherwise looks up the host's name, which fails or takes seconds on machines that cannot resolve their own.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    # A store that the body hosts asks the name server about each peer (see keeper): do not wait 5 s for no answer.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     sys.path[:] = request.sys_path
     os.chdir(request.cwd)
     torch.set_num_threads(1)

@@ -69,9 +69,13 @@ def _what_is_wrong(outcome: wire.RankOutcome, request: wire.RunRequest, somebody
 
 
 def _without_harness(stacks: str) -> str:
-    """Stacks without the frames below the body, which are the same in every rank."""
+    """Stacks without the frames below the body, which are the same in every rank; the innermost frame always stays."""
     ours = tuple(f"{Path(__file__).parent / name}.py" for name in ("rank", "crew", "server")) + ("<frozen runpy>",)
-    return "\n".join(line for line in stacks.rstrip().splitlines() if not line.strip(' File"').startswith(ours))
+    threads = [block.splitlines() for block in stacks.strip().split("\n\n")]
+    for lines in threads:
+        while len(lines) > 2 and lines[-1].strip(' File"').startswith(ours):
+            lines.pop()
+    return "\n\n".join("\n".join(lines) for lines in threads)
 
 
 def _exit_in_words(code: int | None) -> str:
