@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+# Optimizers, torch.testing and checkpointing import these on first use, which takes a second in every rank. What is
+# imported here the warm server imports too, once.
 import pytest
+import torch._dynamo
+import torch.distributed.tensor
+import torch.utils.checkpoint
 
 from phalanx.testing import shut_down, warm_up
 

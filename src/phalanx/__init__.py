@@ -1,1 +1,32 @@
 """Phalanx: data-parallel training for PyTorch in which the ranks hold the line."""
+
+from phalanx import errors, events
+from phalanx.api.replicate import (
+    accumulate,
+    is_replicated,
+    no_sync,
+    replicate,
+    step_stats,
+    synchronize,
+    unreplicate,
+    weight,
+)
+from phalanx.api.world import World, init, shutdown
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "World",
+    "accumulate",
+    "errors",
+    "events",
+    "init",
+    "is_replicated",
+    "no_sync",
+    "replicate",
+    "shutdown",
+    "step_stats",
+    "synchronize",
+    "unreplicate",
+    "weight",
+]

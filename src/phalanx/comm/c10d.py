@@ -40,14 +40,14 @@ _OPS: dict[ReduceKind, Any] = {
 _AVERAGING_BACKENDS = {"nccl", "phalanx", "xccl"}
 _SPARSE_BACKENDS = {"gloo", "phalanx"}
 
-_adapters: weakref.WeakKeyDictionary[dist.ProcessGroup, C10dGroup] = weakref.WeakKeyDictionary()
+_adapters: weakref.WeakValueDictionary[int, C10dGroup] = weakref.WeakValueDictionary()
 
 
 def group_of(process_group: dist.ProcessGroup) -> C10dGroup:
     """The one adapter of a process group: its board and its notices are shared by everything that uses the group."""
-    found = _adapters.get(process_group)
-    if found is None:
-        found = _adapters[process_group] = C10dGroup(process_group)
+    found = _adapters.get(id(process_group))
+    if found is None or found.process_group is not process_group:
+        found = _adapters[id(process_group)] = C10dGroup(process_group)
     return found
 
 

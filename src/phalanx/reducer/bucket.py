@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from enum import Enum
 
@@ -38,7 +39,7 @@ class ParameterSlot:
         "late",
         "left",
         "name",
-        "parameter",
+        "ref",
         "seen",
         "stale",
         "sticky",
@@ -48,7 +49,9 @@ class ParameterSlot:
     def __init__(self, index: int, name: str, parameter: torch.nn.Parameter) -> None:
         self.index = index
         self.name = name
-        self.parameter = parameter
+        # Weak, because the parameter's hook leads here: autograd's hooks are not seen by the garbage collector, and a
+        # circle through one would never be freed.
+        self.ref = weakref.ref(parameter)
         self.bucket: Bucket
         self.view: torch.Tensor
         self.expected = 1  # arrivals in a backward pass, as far as earlier passes tell
@@ -59,6 +62,13 @@ class ParameterSlot:
         self.dirty = False  # holds a gradient that no reduction has seen
         self.late: torch.Tensor | None = None  # came after the bucket had left: for a second round
         self.stale: torch.Tensor | None = None  # the gradient that was there before, not of this pass
+
+    @property
+    def parameter(self) -> torch.nn.Parameter:
+        parameter = self.ref()
+        if parameter is None:
+            raise ReducerStateError("the parameter no longer exists: its module let it go", parameters=[self.name])
+        return parameter
 
     def start_step(self) -> None:
         # Predicted unused only where a wrong guess can be mended: an old gradient would be added to in flight.

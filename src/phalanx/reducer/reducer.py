@@ -24,9 +24,11 @@ from phalanx.reducer.grad_hooks import BackwardPasses, current_pass, hook_gradie
 from phalanx.reducer.layout import Layout
 from phalanx.reducer.plan import BucketPolicy
 from phalanx.reducer.unused import Flag, Report
+from phalanx.reducer.verify import TensorEntry, verify_same
 
 logger = logging.getLogger(__name__)
 
+AGREE_WITHIN_S = 10.0
 _NO_PASS = -2  # no pass has this number: every arrival takes the long way
 
 
@@ -72,6 +74,8 @@ class ReducerStats:
     steps: int = 0
     waited_s: float = 0.0
     """Time in which this rank stood still for reductions at the end of backward."""
+    kept: int = 0
+    """Backward passes that kept their gradients local."""
     num_plans: int = 0
     used_by: list[int] | None = None
     """By parameter, how many ranks used it in the last step; None where all used all."""
@@ -103,14 +107,10 @@ class Reducer:
         """If set, asked when a pass begins whether it synchronises at all."""
         self.bucket_hook: Callable[[Bucket], Work] | None = None
         """If set, reduces a bucket's gradients in place of the plain all-reduce; it must average, too."""
-        self.has_changed: Callable[[], bool] | None = None
-        """If set, asked at the end of a pass whether the module still holds these parameters."""
-        self.on_changed: Callable[[Report], None] | None = None
-        """Called on every rank when some rank's parameters changed, after the gradients were averaged."""
-        self.after_step: list[Callable[[], None]] = []
-        self.before_step: list[Callable[[], None]] = []
-        self.synced_since_step = False
-        self.kept_since_step = False
+        self.own_flags: Callable[[], Flag] | None = None
+        """If set, asked at the end of a pass what else this rank has to tell the others."""
+        self.on_report: list[Callable[[Report], None]] = []
+        """Called on every rank, in the same order, when a step's gradients are averaged: may use the group."""
         self.arrivals: list[int] | None = []
         """Order of arrival in the first step, while it is recorded."""
         self._weight: float | None = None
@@ -215,6 +215,36 @@ class Reducer:
         if self.layout.rides:  # the control block must not pass through the hook: it travels by itself from now on
             self.replan(reason="a hook was registered")
 
+    def close(self) -> None:
+        """Let the parameters go: gradients that lie in the buckets get memory of their own."""
+        self._drain()
+        self.reset()
+        self.remove_hooks()
+        self.layout.detach_gradients()
+        self.layout.release(self.group)
+
+    def reduce_now(self, indices: Sequence[int]) -> None:
+        """Average the gradients of some parameters apart from any step: those that no bucket had a place for yet.
+
+        Collective. A parameter that has no gradient on any rank keeps none.
+        """
+        slots = [self.slots[index] for index in indices if not self.slots[index].bucket.spec.sparse]
+        if not slots or self.group.size == 1:
+            return
+        with torch.no_grad():
+            device = slots[0].view.device
+            used = torch.tensor([0.0 if slot.parameter.grad is None else 1.0 for slot in slots], device=device)
+            self.group.all_reduce(used).wait()
+            for slot, count in zip(slots, used.tolist(), strict=True):
+                if count == 0:
+                    continue
+                gradient = slot.parameter.grad
+                slot.view.zero_() if gradient is None else slot.view.copy_(gradient).div_(self.group.size)
+                whole = slot.view.contiguous()
+                self.group.all_reduce(whole).wait()
+                slot.view.copy_(whole)
+                slot.parameter.grad = slot.view
+
     def remove_hooks(self) -> None:
         for remove in self._removers.values():
             remove()
@@ -224,11 +254,10 @@ class Reducer:
 
     def _make_hook(self, slot: ParameterSlot) -> Callable[[torch.Tensor], None]:
         """The plain arrival, in as few steps as possible: this runs once per parameter and step."""
-        parameter = slot.parameter
         placement = self.options.placement
         owned, viewed = placement is Placement.OWNED, placement is Placement.VIEW
 
-        def on_gradient(_: torch.Tensor) -> None:
+        def on_gradient(parameter: torch.Tensor) -> None:
             if current_pass() != self._pass or not slot.hot:
                 self._arrive(slot)
                 return
@@ -346,10 +375,8 @@ class Reducer:
             raise self._broken
         if not (self.gate is None or self.gate()) or not self.synchronizes:
             self._mode = Mode.KEEP
-            self.kept_since_step = True
+            self.stats.kept += 1
             return
-        for action in self.before_step:
-            action()
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -389,8 +416,6 @@ class Reducer:
         except PhalanxError as error:
             self._fail(error)
             raise
-        for action in self.after_step:
-            action()
 
     def _fail(self, error: PhalanxError) -> None:
         """A step that did not come to its end on this rank. A peer's failure is survivable, a lost group is not."""
@@ -434,8 +459,6 @@ class Reducer:
             self.abandon() if self.options.settle_unused else self.reset()
         if self._broken is not None:
             raise self._broken
-        for action in self.before_step:
-            action()
         with torch.no_grad():
             self._begin_step()
         self._complete_step()
@@ -530,8 +553,8 @@ class Reducer:
 
     def _launch_rest(self, flags: Flag) -> list[Work]:
         """Launch everything that is left, with this rank's report in the last bucket's tail or behind it."""
-        if self.has_changed is not None and not flags & Flag.FAILED and self.has_changed():
-            flags |= Flag.CHANGED
+        if self.own_flags is not None:
+            flags |= self.own_flags()
         if self._weight is not None:
             flags |= Flag.WEIGHTED
         launches = self.layout.launches
@@ -574,15 +597,13 @@ class Reducer:
         self.stats.used_by = report.used
         self._mode = None
         self._weight = None
-        self.synced_since_step = True
-        self.kept_since_step = False
         self._passes.forget()
         for bucket in self.buckets:
             bucket.work = None
         if events.listeners:
             events.emit(events.StepFinalized(self.name, self.stats.steps, waited_s, unused))
-        if report.ranks_with(Flag.CHANGED) and self.on_changed is not None:
-            self.on_changed(report)
+        for action in self.on_report:
+            action(report)
 
     def _wait_for(self, works: list[Work]) -> float:
         began = time.perf_counter()
@@ -722,6 +743,8 @@ class Reducer:
 
     def _replan_for_new_layout(self) -> None:
         """Parameters were cast, moved or resized in place. Ranks must have done so alike: they compare before going on."""
+        entries = [TensorEntry.of(slot.name, slot.parameter, "parameter") for slot in self.slots]
+        verify_same(self.group, entries, timeout_s=AGREE_WITHIN_S)
         self.replan(reason="parameters changed dtype, shape or device")
 
     def _drain(self) -> None:

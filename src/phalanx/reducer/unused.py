@@ -25,6 +25,8 @@ class Flag(IntFlag):
     """Its backward pass raised: what it sent is not to be used."""
     CHANGED = 4
     """Its parameters are no longer those that were agreed on."""
+    TRAINING = 8
+    """Its module is in training mode: its buffers may have changed."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ class ModuleWatch:
 
     def __init__(self, module: nn.Module, *, ignored: Callable[[str], bool] = lambda name: False) -> None:
         self._ignored = ignored
-        self.module_modules = module.modules
         self.remember(module)
 
     def remember(self, module: nn.Module) -> None:

@@ -1,0 +1,123 @@
+"""The last place where a missing synchronisation can be noticed: an optimizer that is about to step.
+
+A rank whose loss did not reach the module at all runs no hook, yet the other ranks wait for it. When its optimizer
+steps, it takes part with zeros. And gradients that no reduction has seen, outside of `no_sync`, are an error: the ranks'
+parameters would drift apart with nothing to show for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from phalanx.errors import UnsynchronizedStepError
+from phalanx.reducer.bucket import ParameterSlot
+from phalanx.reducer.reducer import Reducer
+
+logger = logging.getLogger(__name__)
+
+
+class Watched(Protocol):
+    """What is watched: a reducer, and whether a pass that began now would synchronise."""
+
+    reducer: Reducer
+
+    def takes_part(self) -> bool: ...
+
+
+class _Seen(NamedTuple):
+    """What an optimizer had seen of a reducer when it last stepped."""
+
+    steps: int
+    kept: int
+
+
+_watched: weakref.WeakSet[Any] = weakref.WeakSet()
+_by_optimizer: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[weakref.ref[Any]]]] = weakref.WeakKeyDictionary()
+_seen: weakref.WeakKeyDictionary[Optimizer, dict[int, _Seen]] = weakref.WeakKeyDictionary()
+_remove_hook: Callable[[], None] | None = None
+
+
+def watch(replica: Watched) -> None:
+    """From now on look at each step of an optimizer that holds parameters of this replica."""
+    global _remove_hook
+    _watched.add(replica)
+    forget_optimizers()
+    if _remove_hook is None:
+        _remove_hook = register_optimizer_step_pre_hook(_before_step).remove
+
+
+def unwatch(replica: Watched) -> None:
+    _watched.discard(replica)
+    forget_optimizers()
+
+
+def forget_optimizers() -> None:
+    """Which optimizer holds whose parameters is looked up anew: parameters were replaced, or replicas came or went."""
+    _by_optimizer.clear()
+
+
+def _replicas_of(optimizer: Optimizer) -> list[weakref.ref[Any]]:
+    size = sum(len(group["params"]) for group in optimizer.param_groups)
+    known = _by_optimizer.get(optimizer)
+    if known is None or known[0] != size:
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        found = [
+            weakref.ref(replica)
+            for replica in _watched
+            if any(id(slot.parameter) in held for slot in replica.reducer.slots)
+        ]
+        known = _by_optimizer[optimizer] = (size, found)
+    return known[1]
+
+
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if any(callable(given) for given in (*args[1:], *kwargs.values())):
+        return  # a closure: the backward passes of this step are still to come
+    for reference in _replicas_of(optimizer):
+        replica = reference()
+        if replica is None or replica.reducer.group.size == 1:
+            continue
+        stats = replica.reducer.stats
+        # Per optimizer: two of them may share a module, and each must find that the step was synchronised.
+        seen = _seen.setdefault(optimizer, {})
+        last = seen.get(id(replica), _Seen(0, 0))
+        if stats.steps == last.steps and stats.kept == last.kept:
+            _take_part(replica)
+        seen[id(replica)] = _Seen(stats.steps, stats.kept)
+
+
+def _take_part(replica: Watched) -> None:
+    """No pass of this rank has synchronised since the last step. Nothing was computed: zeros. Something was: an error."""
+    reducer = replica.reducer
+    if not replica.takes_part():
+        return
+    unseen = [slot.name for slot in reducer.slots if not _is_reduced(slot)]
+    if unseen:
+        error = UnsynchronizedStepError(
+            f"the optimizer is about to step on gradients that were never averaged ({len(unseen)} parameters): they did "
+            "not come from a backward pass that Phalanx saw. Let backward() compute them, or call phalanx.synchronize "
+            "before the step, or put it into phalanx.no_sync",
+            rank=reducer.group.rank,
+            step=reducer.step,
+            parameters=unseen,
+        )
+        reducer.group.post_failure("", str(error))
+        raise error
+    logger.info(
+        "rank %d computed no gradient of %s in this step and takes part with zeros. If gradients are read before the "
+        "optimizer's step (clipping, a GradScaler), call phalanx.synchronize first",
+        reducer.group.rank,
+        reducer.name,
+    )
+    reducer.synchronize()
+
+
+def _is_reduced(slot: ParameterSlot) -> bool:
+    """Whether there is no gradient here but one that a reduction left: kept by the user, and the same everywhere."""
+    gradient = slot.parameter.grad
+    return gradient is None or slot.bucket.spec.sparse or gradient is slot.view

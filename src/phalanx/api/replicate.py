@@ -1,0 +1,330 @@
+"""`replicate`: make a module train data-parallel, in place. The module stays what it was; the state is kept here."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from phalanx.api import optimizer_watch
+from phalanx.api.buffers import BufferPolicy, BufferSync, check_policy
+from phalanx.comm.c10d import C10dGroup, group_of, own_group
+from phalanx.comm.coalesced import broadcast_coalesced
+from phalanx.comm.group import Group
+from phalanx.errors import MismatchError, ReducerStateError
+from phalanx.reducer.plan import MIB, BucketPolicy
+from phalanx.reducer.reducer import Reducer, ReducerOptions, ReducerStats
+from phalanx.reducer.unused import Flag, Report
+from phalanx.reducer.verify import TensorEntry, verify_same
+from phalanx.reducer.watch import ModuleWatch, expects_sparse, named_trained_parameters
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+logger = logging.getLogger(__name__)
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+# By module. A replica also lives as long as any of its parameters: their hooks lead to it, so that a module that was
+# only a container for the call may go. It must not lead to them in turn (see ParameterSlot), and a watch does.
+_replicas: weakref.WeakKeyDictionary[nn.Module, Replica] = weakref.WeakKeyDictionary()
+_watches: weakref.WeakKeyDictionary[nn.Module, ModuleWatch] = weakref.WeakKeyDictionary()
+
+
+def replicate(
+    module: ModuleT,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    device_mesh: DeviceMesh | None = None,
+    bucket_bytes: int = 25 * MIB,
+    first_bucket_bytes: int = MIB,
+    buffers: BufferPolicy = "rank0",
+    ignore: Iterable[str] = (),
+    init_sync: bool = True,
+) -> ModuleT:
+    """Average this module's gradients over all ranks, in every backward pass, from now on. Returns the module itself.
+
+    Every rank of the group calls it at the same point, with the same model and options; ranks compare names, shapes,
+    dtypes and strides, and the first difference is an error on every rank. Rank 0's parameters and buffers are then
+    copied to all (`init_sync`).
+
+    After ``backward()`` returns, ``.grad`` holds the average on every rank. Nothing needs to be declared: parameters
+    may be unused (on some ranks or all), used several times, checkpointed, accumulated or frozen, differently in every
+    step. While a backward pass runs, ``.grad`` is empty; and gradients are views of the reducer's memory, so what you
+    want to keep beyond the next backward pass, clone.
+
+    Args:
+        process_group: the ranks to average over; all of them by default.
+        device_mesh: likewise, as a one-dimensional mesh.
+        bucket_bytes: gradients travel together up to this size; the first such bucket up to `first_bucket_bytes`.
+        buffers: ``"rank0"`` gives every rank rank 0's buffers after each step, ``"mean"`` the average of the floating
+            ones, ``"none"`` leaves them alone.
+        ignore: names of parameters and buffers that stay local to each rank.
+        init_sync: whether ranks are compared and rank 0's values copied. Without it the ranks must be alike already.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"replicate takes a torch.nn.Module, got {type(module).__name__}")
+    check_policy(buffers)
+    group = group_of(_resolve(process_group, device_mesh))
+    ignored = frozenset(ignore)
+    policy = BucketPolicy(bucket_bytes, min(first_bucket_bytes, bucket_bytes))
+    problem = _problem_with(module, ignored)
+    if init_sync:
+        # A rank with a problem of its own tells the others before it raises: they would wait for it otherwise.
+        entries = [] if problem else _entries(module, ignored)
+        verify_same(group, entries, problem=str(problem) if problem else None)
+    if problem is not None:
+        raise problem
+    own = group_of(own_group(group.process_group))
+    if init_sync:
+        state = [tensor for _, tensor in _named_state(module, ignored)]
+        broadcast_coalesced(own, state, source=0)
+    _replicas[module] = Replica(module, own, policy, buffers, ignored)
+    return module
+
+
+def _resolve(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> dist.ProcessGroup:
+    if process_group is not None and device_mesh is not None:
+        raise ValueError("give process_group or device_mesh, not both")
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError("there is no process group: call phalanx.init() (or init_process_group) before replicate")
+    if device_mesh is not None:
+        if device_mesh.ndim != 1:
+            raise ValueError(f"device_mesh must have one dimension (slice it, as in mesh['dp']); got {device_mesh}")
+        return device_mesh.get_group(mesh_dim=0)
+    group = process_group if process_group is not None else dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"process_group must be a process group that this rank is a member of; got {group!r}")
+    return group
+
+
+def _problem_with(module: nn.Module, ignored: frozenset[str]) -> Exception | None:
+    """What is wrong with the module on this rank alone, as the exception to raise."""
+    every_name = {name for name, _ in module.named_parameters()} | {name for name, _ in module.named_buffers()}
+    unknown = sorted(ignored - every_name)
+    if unknown:
+        return ValueError(f"ignore names what the module does not have: {', '.join(unknown)}")
+    held = {id(p): other for other, replica in _replicas.items() for p in replica.parameters()}
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            return ValueError(
+                f"parameter {name} is not initialised yet (a lazy module): run one forward pass with a sample batch first"
+            )
+        if name in ignored:
+            continue
+        if parameter.device.type == "meta":
+            return ValueError(
+                f"parameter {name} is on the meta device and holds no values: "
+                "materialise the module (to_empty and initialise, or load a state_dict) before replicating it"
+            )
+        if id(parameter) in held:
+            whose = "this module" if held[id(parameter)] is module else f"a {type(held[id(parameter)]).__name__}"
+            return ValueError(
+                f"parameter {name} is already replicated, as part of {whose}: "
+                "replicate each parameter once, or call phalanx.unreplicate first"
+            )
+    if not named_trained_parameters(module, ignored.__contains__):
+        return ValueError(
+            f"{type(module).__name__} has no parameter that requires a gradient: there is nothing to replicate"
+        )
+    return None
+
+
+def _named_state(module: nn.Module, ignored: frozenset[str]) -> list[tuple[str, torch.Tensor]]:
+    named: list[tuple[str, torch.Tensor]] = [*module.named_parameters(), *module.named_buffers()]
+    return [(name, tensor) for name, tensor in named if name not in ignored]
+
+
+def _entries(module: nn.Module, ignored: frozenset[str]) -> list[TensorEntry]:
+    return [
+        TensorEntry.of(name, tensor, "parameter" if isinstance(tensor, nn.Parameter) else "buffer")
+        for name, tensor in _named_state(module, ignored)
+    ]
+
+
+class Replica:
+    """The state behind a replicated module: its group, its reducer, its buffers, and when a pass synchronises."""
+
+    def __init__(
+        self, module: nn.Module, group: C10dGroup, policy: BucketPolicy, buffers: BufferPolicy, ignored: frozenset[str]
+    ) -> None:
+        self._module = weakref.ref(module)
+        self._ignored = ignored
+        self.group: Group = group
+        self.no_sync_depth = 0
+        self.accumulation: list[int] = []
+        self.num_backwards = 0
+        self.said_unused = False
+        named = named_trained_parameters(module, ignored.__contains__)
+        self.reducer = Reducer(
+            named,
+            group,
+            sparse=expects_sparse(module, named),
+            options=ReducerOptions(policy=policy),
+            name=type(module).__name__,
+        )
+        _watches[module] = ModuleWatch(module, ignored=ignored.__contains__)
+        self.buffers = BufferSync(module, group, buffers, ignored)
+        self.reducer.gate = self._synchronises_now
+        self.reducer.own_flags = self._flags
+        self.reducer.on_report = [self._after_change, self.buffers.after_step, self._say_unused]
+        optimizer_watch.watch(self)
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [slot.parameter for slot in self.reducer.slots]
+
+    def takes_part(self) -> bool:
+        """Whether an optimizer's step without a synchronised pass means that this rank still owes the others a step."""
+        return not self.no_sync_depth and not self.accumulation
+
+    def _synchronises_now(self) -> bool:
+        if self.no_sync_depth:
+            return False
+        if self.accumulation:
+            self.num_backwards += 1
+            return self.num_backwards % self.accumulation[-1] == 0
+        return True
+
+    def _flags(self) -> Flag:
+        module = self._module()
+        changed = module is not None and _watches[module].changed()
+        return self.buffers.flags() | (Flag.CHANGED if changed else Flag(0))
+
+    def _after_change(self, report: Report) -> None:
+        """Some rank's parameters are not what was agreed on. All ranks compare, and go on together or not at all."""
+        changed = report.ranks_with(Flag.CHANGED)
+        module = self._module()
+        if not changed or module is None:
+            return
+        watch = _watches[module]
+        added = watch.added(module)
+        problem = (
+            f"parameter {added[0]} was added after replicate(): its gradient would not be averaged. "
+            "Add parameters before, or call phalanx.unreplicate and replicate again"
+            if added
+            else None
+        )
+        verify_same(self.group, _entries(module, self._ignored), problem=problem)
+        if problem is not None:
+            raise ReducerStateError(problem, rank=self.group.rank, step=self.reducer.stats.steps, parameters=added)
+        watch.remember(module)
+        known = {id(parameter) for parameter in self.parameters()}
+        named = named_trained_parameters(module, self._ignored.__contains__)
+        self.reducer.replan(named, sparse=expects_sparse(module, named), reason="parameters were frozen or replaced")
+        missed = [slot.index for slot in self.reducer.slots if id(slot.parameter) not in known]
+        self.reducer.reduce_now(missed)
+        optimizer_watch.forget_optimizers()
+
+    def _say_unused(self, report: Report) -> None:
+        if self.said_unused or report.used is None or self.group.rank != 0:
+            return
+        names = [slot.name for slot in self.reducer.slots if not report.used[slot.index]]
+        if names:
+            self.said_unused = True
+            logger.info("no rank used these parameters in this step; their gradient stays None: %s", ", ".join(names))
+
+
+def replica_of(module: nn.Module) -> Replica:
+    """The state of a replicated module; an error that says what to do for any other."""
+    found = _replicas.get(module)
+    if found is None:
+        inside = [name for name, child in module.named_modules() if child in _replicas]
+        hint = f" (but its submodule {inside[0]} is)" if inside else ""
+        raise ValueError(f"this {type(module).__name__} is not replicated{hint}: call phalanx.replicate on it first")
+    return found
+
+
+def is_replicated(module: nn.Module) -> bool:
+    return module in _replicas
+
+
+def unreplicate(module: ModuleT) -> ModuleT:
+    """Stop averaging this module's gradients; every rank does so. It can be replicated again, also differently."""
+    replica = _replicas.pop(module, None)
+    if replica is None:
+        replica_of(module)
+    else:
+        _watches.pop(module, None)
+        replica.reducer.close()
+        optimizer_watch.unwatch(replica)
+    return module
+
+
+@contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Backward passes in this block keep their gradients local; the next one outside reduces all that was kept.
+
+    Decided when backward runs, not when forward did. All ranks must agree.
+    """
+    replica = replica_of(module)
+    replica.no_sync_depth += 1
+    try:
+        yield
+    finally:
+        replica.no_sync_depth -= 1
+
+
+@contextmanager
+def accumulate(module: nn.Module, n: int) -> Iterator[None]:
+    """In this block every n-th backward pass synchronises, and with it all gradients since the last that did.
+
+    What is left over when the block ends (a shorter last group) is synchronised then. Gradients add up, as autograd
+    does it: divide the loss by n for their mean. All ranks run the same number of backward passes in the block.
+    """
+    if not isinstance(n, int) or n < 1:
+        raise ValueError(f"accumulate takes the number of backward passes per step, at least 1; got {n!r}")
+    replica = replica_of(module)
+    replica.accumulation.append(n)
+    replica.num_backwards = 0
+    finished = False
+    try:
+        yield
+        finished = True
+    finally:
+        replica.accumulation.pop()
+        left_over = replica.num_backwards % n
+        replica.num_backwards = 0
+        if finished and left_over:
+            replica.reducer.synchronize()
+
+
+def weight(module: nn.Module, n: float) -> None:
+    """This rank's weight in the next step's average: its number of samples or tokens. On all ranks of a step, or none."""
+    if not n >= 0:
+        raise ValueError(f"a weight is a number of samples or tokens, not negative; got {n!r}")
+    replica_of(module).reducer.set_weight(float(n))
+
+
+def synchronize(module: nn.Module) -> None:
+    """Take part in this step though no backward pass of this rank reached the module: with zeros, or with what was kept.
+
+    Needed only where a rank may skip the module in a step and reads its gradients (clipping, a GradScaler) before the
+    optimizer steps; the optimizer's step calls it by itself.
+    """
+    replica_of(module).reducer.synchronize()
+
+
+def step_stats(module: nn.Module) -> ReducerStats:
+    """Counters of a replicated module, or of a DistributedDataParallel: steps so far and seconds spent waiting."""
+    engine = getattr(module, "_engine", None)
+    if isinstance(engine, Reducer):
+        return engine.stats
+    return replica_of(module).reducer.stats
+
+
+__all__ = [
+    "MismatchError",
+    "accumulate",
+    "is_replicated",
+    "no_sync",
+    "replicate",
+    "step_stats",
+    "synchronize",
+    "unreplicate",
+    "weight",
+]

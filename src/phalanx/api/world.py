@@ -1,0 +1,67 @@
+"""Joining the job: `init` reads what the launcher left in the environment; alone, it makes a world of one."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place in the job. `device` is where its model belongs."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    backend: str
+
+
+def init(*, backend: str | None = None, timeout_s: float | None = None) -> World:
+    """Join the job and return this process's place in it. Calling again returns the same place.
+
+    Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, which torchrun sets. Without them it makes a world of
+    one, so that a script runs unchanged by itself. Every process of the job calls it once, before anything distributed.
+    """
+    if not dist.is_available():
+        raise RuntimeError("this build of PyTorch has no torch.distributed; install one that has")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    has_cuda = torch.cuda.is_available()
+    device = torch.device("cuda", local_rank % torch.cuda.device_count()) if has_cuda else torch.device("cpu")
+    if has_cuda:
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        _join(backend or _default_backend(has_cuda), timeout_s)
+    return World(dist.get_rank(), dist.get_world_size(), local_rank, device, str(dist.get_backend()))
+
+
+def _join(backend: str, timeout_s: float | None) -> None:
+    timeout = timedelta(seconds=timeout_s) if timeout_s is not None else None
+    present = [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
+    if not present:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ValueError(
+            f"the environment has {', '.join(present)} but not {', '.join(missing)}: "
+            "start this script with torchrun, set all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, "
+            "or none of them to run alone"
+        )
+    dist.init_process_group(backend, timeout=timeout)
+
+
+def _default_backend(has_cuda: bool) -> str:
+    if has_cuda:
+        return "cpu:gloo,cuda:nccl"
+    return "gloo"
+
+
+def shutdown() -> None:
+    """Leave the job. Safe to call twice, or without `init`."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
