@@ -10,8 +10,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
+from phalanx.comm.shm.profiling import Span
 from phalanx.comm.shm.work import ShmWork
 
 Act = Callable[[], None]
@@ -21,7 +21,7 @@ Act = Callable[[], None]
 class _Task:
     work: ShmWork
     act: Act
-    span: Any  # a profiler record that ends with the task, or None
+    span: Span | None
 
 
 class Engine:
@@ -34,7 +34,7 @@ class Engine:
         self._stopping = False
         self._thread: threading.Thread | None = None
 
-    def run(self, work: ShmWork, act: Act, *, inline: bool, span: Any = None) -> ShmWork:
+    def run(self, work: ShmWork, act: Act, *, inline: bool, span: Span | None = None) -> ShmWork:
         """Returns the work, which is complete already where the call ran inline. Errors are in the work."""
         task = _Task(work, act, span)
         with self._lock:
@@ -81,7 +81,7 @@ class Engine:
             error = caught
         finally:
             if task.span is not None:
-                task.span.__exit__(None, None, None)
+                task.span.end()
         task.work.finish(error)
 
     def drain(self, timeout_s: float) -> bool:

@@ -41,7 +41,10 @@ class MonitoredBarrier:
         verdict = ""
         if missing:
             ranks = ", ".join(map(str, missing))
-            verdict = f"Rank{'s' * (len(missing) > 1)} {ranks} failed to pass monitoredBarrier in {timeout_s * 1000:.0f} ms"
+            verdict = (
+                f"Rank 0 timed out in monitoredBarrier: rank{'s' * (len(missing) > 1)} {ranks} failed to pass it in "
+                f"{timeout_s * 1000:.0f} ms"
+            )
         self._store.set(f"{self._number}/verdict", verdict or "all came")
         if missing:
             raise CollectiveTimeoutError(verdict, rank=0)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._profiler import _RecordFunctionFast
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
 from phalanx.comm.shm import accelerator, arena, census, collectives, monitor, p2p
@@ -27,6 +26,7 @@ from phalanx.comm.shm.mail import Mail
 from phalanx.comm.shm.memory import anonymous
 from phalanx.comm.shm.mesh import Mesh
 from phalanx.comm.shm.operations import Operations
+from phalanx.comm.shm.profiling import Span, open_span
 from phalanx.comm.shm.rendezvous import meet
 from phalanx.comm.shm.work import ShmWork
 
@@ -144,7 +144,8 @@ class PhalanxGroup(Operations, ProcessGroup):
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier that says who did not come, and leaves the group usable."""
         self._usable("monitored_barrier")
-        self._monitor.wait(seconds(timeout, self._timeout_s), wait_all_ranks=wait_all_ranks)
+        timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()  # zero means: they are there or not
+        self._monitor.wait(timeout_s, wait_all_ranks=wait_all_ranks)
 
     # ---- running calls ------------------------------------------------------------------------------------------------
 
@@ -152,7 +153,7 @@ class PhalanxGroup(Operations, ProcessGroup):
         self._usable(name)
         timeout_s = seconds(opts.timeout, self._timeout_s) if opts is not None else self._timeout_s
         work = ShmWork(name, result)
-        span = _span(name, inputs)
+        span = open_span(f"{NAME}:{name}", inputs)
 
         def guarded() -> None:
             try:
@@ -205,7 +206,7 @@ class PhalanxGroup(Operations, ProcessGroup):
         tensor = one(tensors, "send")
         work = ShmWork("send", [], source=self._rank)
         data = as_bytes(readable(tensor))
-        finish = _ending(_span("send", tensors), p2p.finisher(work))
+        finish = _ending(open_span(f"{NAME}:send", tensors), p2p.finisher(work))
         self._post_office.send(data, dst, tag, _describe(tensor), timeout_s=self._timeout_s, finish=finish)
         return work
 
@@ -224,7 +225,7 @@ class PhalanxGroup(Operations, ProcessGroup):
             return self._between.recv(tensor, src, tag)
         place = Landing(tensor, filled=False)
         work = ShmWork(name, tensors, source=src)
-        finish = _ending(_span(name, tensors), p2p.finisher(work, place.land))
+        finish = _ending(open_span(f"{NAME}:{name}", tensors), p2p.finisher(work, place.land))
         data = as_bytes(place.flat)
         self._post_office.recv(data, src, tag, _describe(tensor), timeout_s=self._timeout_s, finish=finish)
         return work
@@ -320,21 +321,12 @@ def _wait_all(works: list[ShmWork]) -> None:
         work.wait()
 
 
-def _span(name: str, inputs: list[Tensor]) -> Any:
-    """An open profiler record, or None when nobody profiles. It ends on another thread: the call is asynchronous."""
-    if not torch.autograd._profiler_enabled():
-        return None
-    span = _RecordFunctionFast(f"{NAME}:{name}", [t for t in inputs if isinstance(t, Tensor)])
-    span.__enter__()
-    return span
-
-
-def _ending(span: Any, finish: p2p.Finish) -> p2p.Finish:
+def _ending(span: Span | None, finish: p2p.Finish) -> p2p.Finish:
     if span is None:
         return finish
 
     def both(error: BaseException | None, source: int) -> None:
-        span.__exit__(None, None, None)
+        span.end()
         finish(error, source)
 
     return both
