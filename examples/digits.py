@@ -46,13 +46,13 @@ class Net(nn.Module):
         return self.classifier(self.features(images))
 
 
-def load() -> tuple[TensorDataset, TensorDataset]:
+def load(device: torch.device) -> tuple[TensorDataset, TensorDataset]:
     """The digits, split in the same way on every rank."""
     digits = load_digits()
     split = train_test_split(digits.images / 16.0, digits.target, test_size=0.2, random_state=0, stratify=digits.target)
     train_x, test_x = (torch.as_tensor(x, dtype=torch.float32).unsqueeze(1) for x in split[:2])
     train_y, test_y = (torch.as_tensor(y) for y in split[2:])
-    return TensorDataset(train_x, train_y), TensorDataset(test_x, test_y)
+    return TensorDataset(train_x.to(device), train_y.to(device)), TensorDataset(test_x.to(device), test_y.to(device))
 
 
 @torch.no_grad()
@@ -60,7 +60,8 @@ def accuracy(model: nn.Module, data: TensorDataset) -> float:
     """The share of `data` that the model recognises. Each rank looks at its part; all get the same answer."""
     model.eval()
     images, labels = (t[dist.get_rank() :: dist.get_world_size()] for t in data.tensors)
-    counts = torch.tensor([(model(images).argmax(1) == labels).sum().item(), len(labels)], dtype=torch.float64)
+    num_right = (model(images).argmax(1) == labels).sum()
+    counts = torch.stack([num_right, torch.full_like(num_right, len(labels))]).double()
     dist.all_reduce(counts)
     model.train()
     return float(counts[0] / counts[1])
@@ -72,20 +73,19 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=32, help="per rank")
     args = parser.parse_args()
 
-    px.init()
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    console = Console(quiet=rank != 0)  # rank 0 alone speaks
+    world = px.init()
+    console = Console(quiet=world.rank != 0)  # rank 0 alone speaks
     torch.manual_seed(0)
 
-    train, test = load()
+    train, test = load(world.device)
     sampler = DistributedSampler(train, shuffle=True, seed=0)
     loader = DataLoader(train, batch_size=args.batch_size, sampler=sampler)
-    model = px.replicate(Net())
+    model = px.replicate(Net().to(world.device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=4e-3, total_steps=args.epochs * len(loader))
     loss_fn = nn.CrossEntropyLoss()
 
-    console.print(f"training on {len(train)} digits, world size {world_size}")
+    console.print(f"training on {len(train)} digits, world size {world.world_size}")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     num_samples, training_s = 0, 0.0
     with Progress(*columns, console=console) as progress:
@@ -99,7 +99,7 @@ def main() -> None:
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
-                num_samples += len(labels) * world_size
+                num_samples += len(labels) * world.world_size
                 progress.advance(task)
             training_s += time.perf_counter() - started
             progress.update(task, description=f"epoch {epoch + 1}, loss {loss.item():.4f}")
@@ -108,9 +108,9 @@ def main() -> None:
     waiting = px.step_stats(model).waited_s / training_s
     console.print(
         f"test accuracy {reached:.1%}, {num_samples / training_s:,.0f} samples/s, "
-        f"{waiting:.1%} of the step spent waiting for communication, world size {world_size}"
+        f"{waiting:.1%} of the step spent waiting for communication, world size {world.world_size}"
     )
-    dist.destroy_process_group()
+    px.shutdown()
     if reached < REQUIRED_ACCURACY:
         console.print(f"that is below {REQUIRED_ACCURACY:.0%}: something is wrong")
         sys.exit(1)
