@@ -58,8 +58,8 @@ class Board:
         self._rank = rank
         self._size = size
         self._posted = 0
-        self._who = json.dumps({"pid": os.getpid(), "host": host_identity()})
-        self._store.set(f"who/{rank}", self._who)
+        self._store.set(f"who/{rank}", json.dumps({"pid": os.getpid(), "host": host_identity()}))
+        self._pids: dict[int, int | None] = {rank: None}
 
     def post(self, kind: Kind, topic: str, reason: str) -> None:
         notice = Notice(self._rank, kind, topic, reason[:4000])
@@ -83,10 +83,13 @@ class Board:
         """Ranks of this host whose process is gone. Those elsewhere cannot be looked at."""
         dead = []
         for rank in range(self._size):
-            if rank == self._rank or not self._store.check([f"who/{rank}"]):
-                continue
-            who = json.loads(self._store.get(f"who/{rank}"))
-            if who["host"] == host_identity() and not process_is_alive(who["pid"]):
+            if rank not in self._pids:
+                if not self._store.check([f"who/{rank}"]):
+                    continue
+                who = json.loads(self._store.get(f"who/{rank}"))
+                self._pids[rank] = who["pid"] if who["host"] == host_identity() else None
+            pid = self._pids[rank]
+            if pid is not None and not process_is_alive(pid):
                 dead.append(rank)
         return dead
 

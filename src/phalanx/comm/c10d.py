@@ -7,6 +7,7 @@ import json
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -30,6 +31,8 @@ from phalanx.errors import (
 LOOK_EVERY_S = 0.2
 # A rank that dies takes its connections with it before its farewell can be read: how long survivors look for the cause.
 CAUSE_WITHIN_S = 0.6
+# A peer that died may have done its part before: what it sent is still on its way. After this time it is missed.
+MISSED_AFTER_S = 1.0
 
 _OPS: dict[ReduceKind, Any] = {
     "sum": dist.ReduceOp.SUM,
@@ -41,6 +44,29 @@ _AVERAGING_BACKENDS = {"nccl", "phalanx", "xccl"}
 _SPARSE_BACKENDS = {"gloo", "phalanx"}
 
 _adapters: weakref.WeakValueDictionary[int, C10dGroup] = weakref.WeakValueDictionary()
+
+
+@dataclass
+class _Ledger:
+    """What the ranks of a process group have said to each other so far. It lives as long as the process group: an
+    adapter that is made anew must not take up an old exchange, on one rank and not on another."""
+
+    board: Board | None
+    turns: dict[str, int] = field(default_factory=dict)
+
+
+_ledgers: weakref.WeakKeyDictionary[dist.ProcessGroup, _Ledger] = weakref.WeakKeyDictionary()
+
+
+def _ledger_of(process_group: dist.ProcessGroup) -> _Ledger:
+    found = _ledgers.get(process_group)
+    if found is None:
+        size = process_group.size()
+        board = Board(_store_of(process_group), rank=process_group.rank(), size=size) if size > 1 else None
+        found = _ledgers[process_group] = _Ledger(board)
+        if board is not None:
+            say_farewell_on(board)
+    return found
 
 
 def group_of(process_group: dist.ProcessGroup) -> C10dGroup:
@@ -122,14 +148,13 @@ class C10dGroup(Group):
         self.backend = _backend_name(process_group)
         self.averages = self.backend in _AVERAGING_BACKENDS
         self.waits_on_streams = self.backend in ("nccl", "xccl")
-        self.topics: list[str] = []
-        """What this rank is at, innermost last: notices on these topics concern it."""
-        self._exchanges: dict[str, int] = {}
+        self.topics: set[str] = set()
         self._aborted: str | None = None
+        self._dead_since: dict[int, float] = {}
         self._sums = {kind: _all_reduce_options(op) for kind, op in _OPS.items()}
-        self.board = Board(_store_of(process_group), rank=self.rank, size=self.size) if self.size > 1 else None
-        if self.board is not None:
-            say_farewell_on(self.board)
+        ledger = _ledger_of(process_group)
+        self.board = ledger.board
+        self._exchanges = ledger.turns
 
     # -- collectives ---------------------------------------------------------------------------------------------
 
@@ -283,6 +308,7 @@ class C10dGroup(Group):
             return
         try:
             notices = self.board.notices()
+            dead = self.board.dead_ranks()
         except RuntimeError as error:  # the store's host is gone, and with it the store
             raise PeerLostError(
                 "the rank that hosts the rendezvous store (rank 0 of the job) is gone",
@@ -310,6 +336,20 @@ class C10dGroup(Group):
                     rank=self.rank,
                     group=self.name,
                 )
+        self._check_peers_live(dead)
+
+    def _check_peers_live(self, dead: list[int]) -> None:
+        """Raise for a rank of this host that is gone: not every survivor has a connection that breaks with it."""
+        now = time.monotonic()
+        self._dead_since = {rank: self._dead_since.get(rank, now) for rank in dead}
+        missed = [rank for rank, since in self._dead_since.items() if now - since > MISSED_AFTER_S]
+        if missed:
+            raise PeerLostError(
+                f"{_ranks(missed)} died without a word (killed, or out of memory?)",
+                lost_ranks=missed,
+                rank=self.rank,
+                group=self.name,
+            )
 
     def explain(self, error: BaseException, what: str) -> PhalanxError:
         """The cause behind a collective's own exception, as far as the board and this host's processes tell."""

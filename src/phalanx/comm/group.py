@@ -59,6 +59,8 @@ class Group(ABC):
     name: str
     averages: bool
     """Whether `all_reduce(…, "avg")` exists and costs no extra pass."""
+    topics: set[str]
+    """What this rank is at: failures that others post on these topics wake its waits."""
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, kind: ReduceKind = "sum") -> Work: ...
