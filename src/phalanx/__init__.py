@@ -1,6 +1,7 @@
 """Phalanx: data-parallel training for PyTorch in which the ranks hold the line."""
 
 from phalanx import errors, events
+from phalanx.api.ddp import DistributedDataParallel
 from phalanx.api.replicate import (
     accumulate,
     is_replicated,
@@ -16,6 +17,7 @@ from phalanx.api.world import World, init, shutdown
 __version__ = "0.1.0"
 
 __all__ = [
+    "DistributedDataParallel",
     "World",
     "accumulate",
     "errors",

@@ -70,10 +70,10 @@ class ParameterSlot:
             raise ReducerStateError("the parameter no longer exists: its module let it go", parameters=[self.name])
         return parameter
 
-    def start_step(self) -> None:
+    def start_step(self, *, certain: bool) -> None:
         # Predicted unused only where a wrong guess can be mended: an old gradient would be added to in flight.
         expected = self.expected
-        if expected == 0 and (self.sticky or self.parameter.grad is not None):
+        if expected == 0 and not certain and (self.sticky or self.parameter.grad is not None):
             expected = 1
         self.left = expected
         self.hot = expected == 1 and not self.bucket.spec.sparse

@@ -77,9 +77,10 @@ class Layout:
             for slot, spec in zip(self.slots, self.specs, strict=True)
         )
 
-    def start_step(self) -> None:
+    def start_step(self, *, certain: bool = False) -> None:
+        """Expect what earlier passes had; `certain` means that a wrong guess is the user's error, not to be mended."""
         for slot in self.slots:
-            slot.start_step()
+            slot.start_step(certain=certain)
         for bucket in self.buckets:
             bucket.start_step()
         self.launches.reset([bucket.pending == 0 for bucket in self.buckets])

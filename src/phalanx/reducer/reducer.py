@@ -13,11 +13,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NoReturn, Protocol
 
 import torch
 
 from phalanx import events
-from phalanx.comm.group import Group, Work
+from phalanx.comm.group import DoneWork, Group, Work
 from phalanx.errors import PeerFailedError, PhalanxError, ReducerStateError
 from phalanx.reducer.bucket import Bucket, BucketState, ParameterSlot
 from phalanx.reducer.grad_hooks import BackwardPasses, current_pass, hook_gradient
@@ -65,6 +66,18 @@ class ReducerOptions:
     """Settle, at the end of backward, what did not arrive; otherwise the step stays open until it has."""
     static: bool = False
     """Every pass has the same arrivals as the first; the first is reduced when it is over."""
+    skip_unused_buckets: bool = False
+    """Do not reduce a bucket of which nothing arrived. All ranks must then use the same parameters in every step."""
+
+
+@dataclass
+class StepTimes:
+    """When the last step's parts began and ended, in nanoseconds of the monotonic clock."""
+
+    first_gradient_ns: int = 0
+    first_launch_ns: int = 0
+    backward_end_ns: int = 0
+    finalized_ns: int = 0
 
 
 @dataclass
@@ -79,6 +92,24 @@ class ReducerStats:
     num_plans: int = 0
     used_by: list[int] | None = None
     """By parameter, how many ranks used it in the last step; None where all used all."""
+    buckets_launched: int = 0
+    """In the last step."""
+    graph_is_static: bool = True
+    """Whether every step used the same parameters, on this rank."""
+    times: StepTimes = field(default_factory=StepTimes)
+
+
+class HookedWork(Protocol):
+    """What a bucket hook returns: a work whose value, once waited for, is also in the buffer if that is dense."""
+
+    def wait(self, timeout_s: float | None = None) -> None: ...
+    def done(self) -> bool: ...
+    def then(self, action: Callable[[], None]) -> Work: ...
+    def value(self) -> torch.Tensor: ...
+
+
+BucketHook = Callable[[Bucket, torch.Tensor], HookedWork]
+"""Reduces a bucket's gradients (second argument) in place of the plain all-reduce; it must average, too."""
 
 
 class Reducer:
@@ -105,14 +136,23 @@ class Reducer:
         """Read when a backward pass begins: False keeps its gradients local, to be reduced by a later pass."""
         self.gate: Callable[[], bool] | None = None
         """If set, asked when a pass begins whether it synchronises at all."""
-        self.bucket_hook: Callable[[Bucket], Work] | None = None
-        """If set, reduces a bucket's gradients in place of the plain all-reduce; it must average, too."""
+        self.bucket_hook: BucketHook | None = None
         self.own_flags: Callable[[], Flag] | None = None
         """If set, asked at the end of a pass what else this rank has to tell the others."""
         self.on_report: list[Callable[[Report], None]] = []
         """Called on every rank, in the same order, when a step's gradients are averaged: may use the group."""
+        self.on_error: Callable[[str], None] | None = None
+        """If set, told the text of errors that this reducer raises in a hook, where nobody else can catch them."""
         self.arrivals: list[int] | None = []
         """Order of arrival in the first step, while it is recorded."""
+        self.arrival_order: list[int] = []
+        self.has_replanned = False
+        """Whether the agreed order has been applied."""
+        self.replanned_unseen = False
+        self.divisor: int | None = None
+        """What the sum is divided by, where that is not the number of ranks."""
+        self.graph_changed = False
+        """A static graph was found to have changed: nothing can be right any more."""
         self._weight: float | None = None
         self._mode: Mode | None = None
         self._pass = _NO_PASS
@@ -143,6 +183,11 @@ class Reducer:
         return self.layout.buckets
 
     @property
+    def topic(self) -> str:
+        """The step under way, as ranks name it to each other."""
+        return f"step {self.step} of {self.name}"
+
+    @property
     def step(self) -> int:
         """The step under way or about to begin, from 1."""
         return self.stats.steps + 1
@@ -157,7 +202,8 @@ class Reducer:
     ) -> None:
         self._adopt(named_parameters)
         slots = [self._slots[id(parameter)] for _, parameter in named_parameters]
-        self.layout = Layout(slots, sparse, order, policy, self.group, control_in_tail=self.bucket_hook is None)
+        in_tail = self.bucket_hook is None and not self.options.skip_unused_buckets
+        self.layout = Layout(slots, sparse, order, policy, self.group, control_in_tail=in_tail)
         self.stats.num_plans += 1
         if events.listeners:
             events.emit(events.BucketsPlanned(self.name, self.step, reason, len(self.buckets)))
@@ -204,12 +250,24 @@ class Reducer:
         self._broken = None
         self._order_work = None
         self.arrivals = []
+        self.has_replanned = False
+        self._lay_out_first("a new group")
+
+    def _lay_out_first(self, reason: str) -> None:
+        """As at construction: in reverse order of registration."""
         named = [(slot.name, slot.parameter) for slot in self.slots]
         sparse = [spec.sparse for spec in self.layout.specs]
         policy = self.options.first_policy or self.options.policy
-        self._lay_out(named, sparse, list(range(len(named) - 1, -1, -1)), policy, "a new group")
+        self._lay_out(named, sparse, list(range(len(named) - 1, -1, -1)), policy, reason)
 
-    def set_bucket_hook(self, hook: Callable[[Bucket], Work] | None) -> None:
+    def set_options(self, options: ReducerOptions) -> None:
+        """Behave differently, from before the first step on; the placement of gradients must stay."""
+        assert options.placement is self.options.placement and not self.stats.steps
+        self.options = options
+        self.layout.release(self.group)
+        self._lay_out_first("other options")
+
+    def set_bucket_hook(self, hook: BucketHook | None) -> None:
         """Reduce buckets by a function of the caller's. It gets plain sums' place and must average by itself."""
         self.bucket_hook = hook
         if self.layout.rides:  # the control block must not pass through the hook: it travels by itself from now on
@@ -263,6 +321,7 @@ class Reducer:
                 return
             slot.hot = False
             slot.seen = 1
+            slot.left = 0
             bucket = slot.bucket
             view = slot.view
             self._store(parameter.grad, bucket.scale, out=view)
@@ -313,25 +372,22 @@ class Reducer:
     def _accept_unexpected(self, slot: ParameterSlot) -> None:
         """More arrivals than earlier passes had: into the bucket if it is still here, else into a second round."""
         if self.options.static and self.stats.steps > 0:
-            raise ReducerStateError(
+            self.graph_changed = True
+            self._raise_in_hook(
                 "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, "
                 "but then got used in the second iteration. this is not compatible with static_graph set to True.",
-                rank=self.group.rank,
-                step=self.step,
-                parameters=[slot.name],
+                slot,
             )
         if slot.seen > 1 and self.options.placement is not Placement.OWNED:
             if self.options.static:
                 return  # the first pass of a static graph is filled when it is over
-            raise ReducerStateError(
+            self._raise_in_hook(
                 "Expected to mark a variable ready only once. This error is caused by one of the following reasons: "
                 "1) a module parameter is used outside the forward function, or shared by several concurrent "
                 "forward-backward passes; 2) a parameter is reused in several reentrant backward passes, for example "
                 "by checkpointing the same part twice. `static_graph=True` allows it if the graph never changes, and "
                 "`phalanx.replicate` always does.",
-                rank=self.group.rank,
-                step=self.step,
-                parameters=[slot.name],
+                slot,
             )
         if slot.bucket.state is BucketState.FILLING:
             self._fill(slot)
@@ -342,6 +398,11 @@ class Reducer:
         gradient = gradient.detach()
         slot.late = gradient if slot.late is None else slot.late + gradient
         slot.parameter.grad = None
+
+    def _raise_in_hook(self, message: str, slot: ParameterSlot) -> NoReturn:
+        if self.on_error is not None:
+            self.on_error(message)
+        raise ReducerStateError(message, rank=self.group.rank, step=self.step, parameters=[slot.name])
 
     def _fill(self, slot: ParameterSlot) -> None:
         """Put what is in ``.grad`` into the bucket: scaled, and added to what this pass has put there before."""
@@ -385,12 +446,16 @@ class Reducer:
         if not self.layout.still_fits():
             self._replan_for_new_layout()
         self._mode = Mode.SYNC
+        self.group.topics.add(self.topic)
         weight = 1.0 if self._weight is None else self._weight
-        plain = self.bucket_hook is not None or (self.group.averages and self._weight is None)
+        averages = self.group.averages and self._weight is None and self.divisor is None
+        plain = self.bucket_hook is not None or averages
         self._store = _copy if plain else torch.mul
         for bucket in self.buckets:
-            bucket.scale.fill_(1.0 if plain else weight / self.group.size)
-        self.layout.start_step()
+            bucket.scale.fill_(1.0 if plain else weight / (self.divisor or self.group.size))
+        self.layout.start_step(certain=self.options.static and self.stats.steps > 0)
+        self.stats.buckets_launched = 0
+        self.stats.times.first_gradient_ns = time.perf_counter_ns()
         if events.listeners:
             events.emit(events.StepStarted(self.name, self.step))
 
@@ -400,6 +465,7 @@ class Reducer:
             self._mode = None
         elif self._mode is Mode.SYNC:
             self._pass = _NO_PASS
+            self.stats.times.backward_end_ns = time.perf_counter_ns()
             if not self.options.settle_unused and not self._static_first and not self.layout.launches.all_ready:
                 return  # torch's contract: a later pass may complete it, or the next forward raises
             self._complete_step()
@@ -425,6 +491,7 @@ class Reducer:
 
     def reset(self) -> None:
         """Forget the step under way, on this rank alone: what was launched is waited for before the next begins."""
+        self.group.topics.discard(self.topic)
         self._draining += [bucket.work for bucket in self.buckets if bucket.work is not None]
         for bucket in self.buckets:
             bucket.work = None
@@ -443,8 +510,11 @@ class Reducer:
             self.reset()
             return
         try:
-            with torch.no_grad():
-                self._draining += self._launch_rest(Flag.FAILED)
+            if self.bucket_hook is not None:  # what collectives a hook would run, nobody knows: tell them on the board
+                self.group.post_failure(self.topic, "its backward pass raised")
+            else:
+                with torch.no_grad():
+                    self._draining += self._launch_rest(Flag.FAILED)
         except Exception as error:  # called while another exception is on its way to the user: that one counts
             logger.warning("rank %d could not tell its peers that its backward failed: %s", self.group.rank, error)
         self.reset()
@@ -500,6 +570,13 @@ class Reducer:
         slot.stale = gradient.clone() if gradient is slot.view else gradient
         self._store(slot.stale.detach(), slot.bucket.scale, out=slot.view)
 
+    def unfinished(self) -> list[ParameterSlot]:
+        """What the step under way still waits for; empty between steps."""
+        if self._mode is not Mode.SYNC and not self.graph_changed:
+            return []
+        waiting = [slot for slot in self.slots if slot.left > 0]
+        return waiting or (list(self.slots) if self.graph_changed else [])
+
     # -- launching -----------------------------------------------------------------------------------------------
 
     def _launch(self, *, backward_is_over: bool = False) -> None:
@@ -513,10 +590,15 @@ class Reducer:
 
     def _launch_bucket(self, bucket: Bucket) -> None:
         bucket.advance(BucketState.READY)
-        if bucket.spec.sparse:
+        self.stats.buckets_launched += 1
+        if self.stats.buckets_launched == 1:
+            self.stats.times.first_launch_ns = time.perf_counter_ns()
+        if self.options.skip_unused_buckets and not any(slot.seen for slot in bucket.slots):
+            self.stats.buckets_launched -= 1
+        elif bucket.spec.sparse:
             bucket.work = self._launch_sparse(bucket)
         elif self.bucket_hook is not None:
-            bucket.work = self.bucket_hook(bucket)
+            bucket.work = self.bucket_hook(bucket, bucket.gradients).then(_nothing)
         elif self.group.size == 1:
             bucket.work = None
         else:
@@ -541,10 +623,12 @@ class Reducer:
             mine = gradient if gradient.is_sparse else gradient.to_sparse(1)
             if not slot.seen:
                 slot.stale = slot.parameter.grad
-        scale = float(bucket.scale)
-        if self._store is _copy:
-            scale = 1.0 / self.group.size
-        work, result = self.group.all_reduce_sparse(mine * scale)
+        if self.bucket_hook is not None:
+            hooked = self.bucket_hook(bucket, mine.coalesce())
+            work, result = hooked.then(_nothing), hooked.value
+        else:
+            scale = 1.0 / self.group.size if self._store is _copy else float(bucket.scale)
+            work, result = self.group.all_reduce_sparse(mine * scale)
 
         def put() -> None:
             slot.parameter.grad = result()  # taken back by `_restore` where no rank used it
@@ -592,8 +676,10 @@ class Reducer:
             self._second_round(self.buckets[index])
         unused = self._hand_out(report.used)
         self._learn(report)
+        self.group.topics.discard(self.topic)
         self.stats.steps += 1
         self.stats.waited_s += waited_s
+        self.stats.times.finalized_ns = time.perf_counter_ns()
         self.stats.used_by = report.used
         self._mode = None
         self._weight = None
@@ -719,10 +805,13 @@ class Reducer:
             slot.dirty = False
             slot.stale = None
             if slot.seen != slot.expected:
+                if self.stats.steps > 0 and (slot.seen == 0) != (slot.expected == 0):
+                    self.stats.graph_is_static = False
                 slot.expected = slot.seen
         if self.arrivals is None:
             return
         seen, self.arrivals = self.arrivals, None
+        self.arrival_order = seen
         if not self.options.replan or self._order_work is not None:
             return
         rest = set(seen)
@@ -730,8 +819,8 @@ class Reducer:
         tensor = torch.tensor(order, dtype=torch.int64, device=self.buckets[0].spec.device)
         if self.group.size > 1:
             self._order_work = (self.group.broadcast(tensor, 0), tensor)
-        elif order != self.layout.order:
-            self.replan(order=order, reason="the order in which gradients arrived")
+        else:
+            self._order_work = (DoneWork(), tensor)
 
     def _apply_agreed_order(self) -> None:
         if self._order_work is None:
@@ -740,6 +829,7 @@ class Reducer:
         work.wait()
         order = [int(index) for index in tensor.tolist()]
         self.replan(order=order, reason="the order in which gradients arrived")
+        self.has_replanned = self.replanned_unseen = True
 
     def _replan_for_new_layout(self) -> None:
         """Parameters were cast, moved or resized in place. Ranks must have done so alike: they compare before going on."""
@@ -756,6 +846,10 @@ class Reducer:
             except PhalanxError as error:
                 self._broken = error
                 raise
+
+
+def _nothing() -> None:
+    return None
 
 
 def _copy(gradient: torch.Tensor, _: torch.Tensor, *, out: torch.Tensor) -> None:

@@ -1,0 +1,22 @@
+"""Moving a batch to the module's device, whatever it is nested in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """Tensors in tuples, lists, dicts and named tuples, moved; anything of another type is passed on as it is."""
+    if isinstance(value, torch.Tensor | PackedSequence):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, tuple):
+        moved = [to_device(part, device) for part in value]
+        return type(value)(*moved) if hasattr(value, "_fields") else tuple(moved)
+    if isinstance(value, list):
+        return [to_device(part, device) for part in value]
+    if isinstance(value, dict):
+        return type(value)((key, to_device(part, device)) for key, part in value.items())
+    return value

@@ -1,0 +1,655 @@
+"""The DDP module: torch's constructor, attributes and methods; what they do is the engine's and its neighbours'."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocation, _tree_flatten_with_rref
+
+from phalanx.api import optimizer_watch
+from phalanx.api.ddp.inputs import to_device
+from phalanx.api.ddp.logger import Logger
+from phalanx.api.ddp.options import BucketCaps, Devices, engine_options
+from phalanx.api.ddp.torch_reducer import TorchReducer
+from phalanx.comm.c10d import C10dGroup, group_of
+from phalanx.comm.coalesced import broadcast_coalesced
+from phalanx.errors import MismatchError
+from phalanx.hooks.builtin import builtin_hook
+from phalanx.hooks.call import HookCall, TorchHook
+from phalanx.reducer.reducer import Reducer
+from phalanx.reducer.verify import TensorEntry, verify_same
+from phalanx.reducer.watch import expects_sparse
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+logger = logging.getLogger(__name__)
+
+
+class DistributedDataParallel(TorchDDP):
+    """Wraps a module so that backward averages its gradients over the ranks: torch's class, on Phalanx's engine.
+
+    Arguments, attributes and errors are those of `torch.nn.parallel.DistributedDataParallel`, whose documentation
+    holds; it is a subclass, so ``isinstance`` holds too. What differs is listed in docs/parity.md. New code is better
+    off with `phalanx.replicate`, which needs no wrapper and no flags.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: nn.Parameter | None = None,
+        mixed_precision: Any = None,
+        device_mesh: DeviceMesh | None = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: list[int] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+    ) -> None:
+        nn.Module.__init__(self)
+        Joinable.__init__(self)
+        self.logger: Logger | None = None
+        if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
+            raise ValueError(
+                "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
+            )
+        if mixed_precision is not None:
+            raise ValueError("mixed_precision is not supported yet; use torch.autocast, or torch's own class")
+        self._choose_group(module, process_group, device_mesh)
+        self._delay_all_reduce_params: list[nn.Parameter] = []
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        for name, parameter in delay_all_reduce_named_params or ():
+            self.parameters_to_ignore.add(name)
+            self._delay_all_reduce_params.append(parameter)
+        self._module_parameters = [p for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
+        problem = self._problem_with_parameters(module)
+        if problem is not None:
+            self._tell_peers_and_raise(problem, init_sync=init_sync)
+        devices = Devices.of(self._module_parameters or self._delay_all_reduce_params, device_ids, output_device)
+        self.is_multi_device_module, self.device_type = devices.several, devices.type
+        self.device_ids, self.output_device = devices.ids, devices.output
+        self.static_graph = False
+        self.dim = dim
+        self.module = module
+        self.device = (self._module_parameters or self._delay_all_reduce_params)[0].device
+        init_sync_buffers = self._choose_buffer_sync(broadcast_buffers, forward_sync_buffers)
+        self.find_unused_parameters = find_unused_parameters
+        self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.batched_grad_copy = batched_grad_copy
+        self.mixed_precision = None
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        if check_reduction:
+            warnings.warn(
+                "`check_reduction` is deprecated and does nothing: reduction always completes.", FutureWarning, stacklevel=2
+            )
+        self.broadcast_bucket_size = 250 * 1024 * 1024
+        self._caps = BucketCaps.of(bucket_cap_mb, bucket_cap_mb_list)
+        self.bucket_bytes_cap = self._caps.bucket_bytes
+        self.bucket_bytes_cap_list = list(self._caps.per_bucket_bytes)
+        self.bucket_bytes_cap_default = self._caps.first_bucket_bytes < self._caps.bucket_bytes
+        self._comm_hooks: list[tuple[TorchHook, object]] = []
+        self._ddp_sink_clone = True
+        self._has_rebuilt_buckets = False
+        self._lazy_init_ran = False
+        self._use_python_reducer = False
+        self._delay_grad_buffer: torch.Tensor | None = None
+        self._delay_grad_views: list[torch.Tensor] = []
+        self._delay_all_reduce_all_params = False
+        if self._delay_all_reduce_params:
+            self._register_delay_all_reduce_hook(
+                bucket_cap_mb=self.bucket_bytes_cap,
+                param_to_hook_all_reduce=param_to_hook_all_reduce,
+                device_ids=device_ids,
+            )
+            if self._delay_all_reduce_all_params:
+                return
+        parameters, sparse = self._build_params_for_reducer()
+        names = self._build_debug_param_to_name_mapping(parameters)
+        if init_sync:
+            self._verify([(names[index], parameter) for index, parameter in enumerate(parameters)])
+            self._sync_module_states(source=0, buffers=init_sync_buffers)
+        self._build_engine(parameters, sparse, names, static_graph)
+        if static_graph:
+            self._set_static_graph()
+
+    # -- construction ---------------------------------------------------------------------------------------------
+
+    def _choose_group(
+        self, module: nn.Module, process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None
+    ) -> None:
+        if process_group is not None and device_mesh is not None:
+            raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
+        if device_mesh is None:
+            self.process_group = (
+                process_group if process_group is not None else dist.distributed_c10d._get_default_group()
+            )
+            return
+        if device_mesh.ndim != 1:
+            raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
+        self.device_mesh = device_mesh
+        self.process_group = device_mesh.get_group(mesh_dim=0)
+        if device_mesh._get_root_mesh() != device_mesh:
+            # A slice of a larger mesh: parameters may be sharded along the other axis.
+            from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+
+            _pre_dp_module_transform(module)
+
+    def _problem_with_parameters(self, module: nn.Module) -> Exception | None:
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        if not any(parameter.requires_grad for parameter in self._module_parameters):
+            if self._delay_all_reduce_params:
+                logger.info("Delay the AllReduce of all parameters.")
+                return None
+            return RuntimeError(
+                "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
+            )
+        for parameter in self._module_parameters:
+            if isinstance(parameter, nn.parameter.UninitializedParameter):
+                return RuntimeError(
+                    "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. Run a dummy "
+                    f"forward pass to correctly initialize the modules (parameter {names[id(parameter)]})"
+                )
+            if parameter.device.type == "meta":
+                return RuntimeError(
+                    f"parameter {names[id(parameter)]} is on the meta device and holds no values: materialise the module "
+                    "(to_empty and initialise, or load a state_dict) before wrapping it"
+                )
+        return None
+
+    def _tell_peers_and_raise(self, problem: Exception, *, init_sync: bool) -> None:
+        """A rank that cannot go on says why before it raises: the others would wait for it in their verification."""
+        if init_sync:
+            self._group().post_failure(_VERIFYING, f"it could not wrap its model: {problem}")
+        raise problem
+
+    def _choose_buffer_sync(self, broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
+        """Set `forward_sync_buffers` from the new argument and the deprecated one; returns whether init syncs buffers."""
+        if broadcast_buffers is not None:
+            more = (
+                "its value is ignored, since `forward_sync_buffers` is given too."
+                if forward_sync_buffers is not None
+                else "use `forward_sync_buffers`. Mind that `forward_sync_buffers=False`, unlike `broadcast_buffers=False`, "
+                "still copies rank 0's buffers once, at construction."
+            )
+            warnings.warn(f"`broadcast_buffers` is deprecated: {more}", FutureWarning, stacklevel=3)
+        if forward_sync_buffers is not None:
+            self.forward_sync_buffers = forward_sync_buffers
+            return True
+        self.forward_sync_buffers = True if broadcast_buffers is None else broadcast_buffers
+        return self.forward_sync_buffers
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        return bool(self.forward_sync_buffers)
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
+    def _group(self) -> C10dGroup:
+        return group_of(self.process_group)
+
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        """Parameters that need a gradient and are not ignored, each once, and which of them have sparse gradients."""
+        found: dict[int, tuple[str, nn.Parameter]] = {}
+        for prefix, submodule in self.module.named_modules():
+            for key, parameter in submodule.named_parameters(recurse=False):
+                name = f"{prefix}.{key}"
+                if parameter.requires_grad and name not in self.parameters_to_ignore and key not in self._ignored_here(prefix):
+                    found.setdefault(id(parameter), (name, parameter))
+        self._assign_modules_buffers()
+        named = list(found.values())
+        return [parameter for _, parameter in named], expects_sparse(self.module, named)
+
+    def _ignored_here(self, prefix: str) -> set[str]:
+        """Names of the root module's own parameters have no dot; those of submodules always do."""
+        return self.parameters_to_ignore if not prefix else set()
+
+    def _build_debug_param_to_name_mapping(self, parameters: Sequence[nn.Parameter]) -> dict[int, str]:
+        index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+        mapping: dict[int, str] = {}
+        for prefix, submodule in self.module.named_modules():
+            for key, parameter in submodule.named_parameters(recurse=False):
+                name = f"{prefix}.{key}" if prefix else key
+                if name in self.parameters_to_ignore or not parameter.requires_grad:
+                    continue
+                if id(parameter) not in index_of:
+                    self._log_and_throw(
+                        ValueError,
+                        f"Param with name {name} found in module parameters, but not DDP parameters. "
+                        "It was added, or its requires_grad changed, after the module was wrapped.",
+                    )
+                mapping.setdefault(index_of[id(parameter)], name)
+        if len(mapping) != len(index_of):
+            self._log_and_throw(
+                ValueError,
+                "Expected param to name mapping to cover all parameters, but got conflicting lengths: "
+                f"{len(index_of)} vs {len(mapping)}.",
+            )
+        return mapping
+
+    def _verify(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+        group = self._group()
+        group.topics.add(_VERIFYING)
+        try:
+            verify_same(group, [TensorEntry.of(name, parameter, "parameter") for name, parameter in named])
+        except MismatchError as error:
+            raise MismatchError(f"DDP expects same model across all ranks, but {error.message}", rank=group.rank) from None
+        finally:
+            group.topics.discard(_VERIFYING)
+
+    def _sync_module_states(self, *, source: int, buffers: bool) -> None:
+        state = [p.detach() for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
+        if buffers:
+            state += [b for n, b in self.module.named_buffers() if n not in self.parameters_to_ignore]
+        broadcast_coalesced(self._group(), state, source=source)
+
+    def _build_engine(
+        self, parameters: Sequence[nn.Parameter], sparse: Sequence[bool], names: dict[int, str], static: bool
+    ) -> None:
+        options = engine_options(
+            self._caps,
+            as_view=self.gradient_as_bucket_view,
+            find_unused=self.find_unused_parameters,
+            static=static,
+            skip_unused=self.skip_all_reduce_unused_params,
+        )
+        self._engine = Reducer(
+            [(names[index], parameter) for index, parameter in enumerate(parameters)],
+            self._group(),
+            sparse=sparse,
+            options=options,
+            name=type(self.module).__name__,
+        )
+        self.logger = Logger(self._engine)
+        self._engine.on_error = self.logger.set_error_and_log
+        self.reducer = TorchReducer(
+            self._engine,
+            self.process_group,
+            find_unused=self.find_unused_parameters,
+            on_error=self.logger.set_error_and_log,
+        )
+        has_sync_bn = any(isinstance(submodule, nn.SyncBatchNorm) for submodule in self.module.modules())
+        self.logger.set_construction_data(self, has_sync_bn=has_sync_bn)
+        self._passing_sync_batchnorm_handle(self.module)
+        if self.find_unused_parameters:
+            self._watched = _WatchedDDP(self._engine, self.reducer)
+            optimizer_watch.watch(self._watched)
+
+    def _assign_modules_buffers(self) -> None:
+        """Look the buffers up anew: a module may have replaced them."""
+        self.named_module_buffers = {
+            name: buffer for name, buffer in self.module.named_buffers() if name not in self.parameters_to_ignore
+        }
+        self.modules_buffers = list(self.named_module_buffers.values())
+
+    def _passing_sync_batchnorm_handle(self, module: nn.Module) -> None:
+        if self.device_type == "cpu":
+            for layer in module.modules():
+                if type(layer) is torch.nn.modules.batchnorm.SyncBatchNorm:
+                    self._log_and_throw(ValueError, "SyncBatchNorm layers only work with GPU modules")
+
+    def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> None:
+        if self.logger is not None:
+            self.logger.set_error_and_log(f"{err_type}: {err_msg}")
+        raise err_type(err_msg)
+
+    # -- pickling -------------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._check_default_group()
+        state = copy.copy(self.__dict__)
+        for local in ("process_group", "reducer", "logger", "_engine", "_watched"):
+            state.pop(local, None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.process_group = dist.distributed_c10d._get_default_group()
+        nn.Module.__setstate__(self, state)
+        self.__dict__.setdefault("require_forward_param_sync", True)
+        self.__dict__.setdefault("require_backward_grad_sync", True)
+        self.logger = None
+        parameters, sparse = self._build_params_for_reducer()
+        self._build_engine(parameters, sparse, self._build_debug_param_to_name_mapping(parameters), self.static_graph)
+
+    def _check_default_group(self) -> None:
+        try:
+            is_default = self.process_group == dist.distributed_c10d._get_default_group()
+        except (RuntimeError, ValueError):
+            is_default = False
+        if not is_default:
+            self._log_and_throw(
+                RuntimeError,
+                "DDP Pickling/Unpickling are only supported when using DDP with the default process group. That is, when "
+                "you have called init_process_group and have not passed process_group argument to DDP constructor",
+            )
+
+    # -- forward --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Forward passes in this block, and their backward, keep gradients local; the next one outside reduces all."""
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    @torch._disable_dynamo(recursive=False)
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
+            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+            output = (
+                self.module.forward(*inputs, **kwargs)
+                if self._delay_all_reduce_all_params
+                else self._run_ddp_forward(*inputs, **kwargs)
+            )
+            return self._post_forward(output)
+
+    @contextmanager
+    @torch._disable_dynamo(recursive=False)
+    def _inside_ddp_forward(self) -> Iterator[None]:
+        # On torch's own class: that is where torch.compile looks for the module whose graph it may split.
+        before = TorchDDP._active_ddp_module
+        TorchDDP._active_ddp_module = self
+        try:
+            yield
+        finally:
+            TorchDDP._active_ddp_module = before
+
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        with self._inside_ddp_forward():
+            return self.module(*inputs, **kwargs)
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if not self._lazy_init_ran and not torch.compiler.is_compiling():
+            self._lazy_init()
+        if self._delay_all_reduce_all_params:
+            return inputs, kwargs
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            assert self.logger is not None
+            self.logger.forward_begins(time.perf_counter_ns())
+            self.reducer.prepare_for_forward()
+        work = Join.notify_join_context(self)
+        if work:
+            self.reducer._set_forward_pass_work_handle(work, self._divide_by_initial_world_size)
+        if torch.is_grad_enabled() and self.reducer._rebuild_buckets():
+            self._has_rebuilt_buckets = True
+        if self._check_sync_bufs_pre_fwd():
+            self._sync_buffers()
+        if self._join_config.enable:
+            self._check_global_requires_backward_grad_sync(is_joined_rank=False)
+        if self.device_ids:
+            device = torch.device(self.device_type, self.device_ids[0])
+            return to_device(inputs, device), to_device(kwargs, device)
+        return inputs, kwargs
+
+    def _lazy_init(self) -> None:
+        self._lazy_init_ran = True
+
+    def _post_forward(self, output: Any) -> Any:
+        if self._delay_all_reduce_all_params:
+            self._clear_grad_buffer()
+            return output
+        if self._check_sync_bufs_post_fwd():
+            self._sync_buffers()
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self.require_forward_param_sync = True
+            self.reducer.prepare_for_backward(())
+            assert self.logger is not None
+            self.logger.forward_ended(time.perf_counter_ns())
+        else:
+            self.require_forward_param_sync = False
+            if torch.is_grad_enabled():
+                self.reducer.disarm()
+        if self.find_unused_parameters and not self.static_graph and self._ddp_sink_clone:
+            output = _cloned(output)
+        self._clear_grad_buffer()
+        return output
+
+    # -- buffers --------------------------------------------------------------------------------------------------
+
+    def will_sync_module_buffers(self) -> bool:
+        return bool(self.require_forward_param_sync and self.forward_sync_buffers and self.modules_buffers)
+
+    def _check_sync_bufs_pre_fwd(self) -> bool:
+        return self.will_sync_module_buffers() and self._buffer_hook_location() == _BufferCommHookLocation.PRE_FORWARD
+
+    def _check_sync_bufs_post_fwd(self) -> bool:
+        return self.will_sync_module_buffers() and self._buffer_hook_location() == _BufferCommHookLocation.POST_FORWARD
+
+    def _buffer_hook_location(self) -> _BufferCommHookLocation:
+        hook = getattr(self, "buffer_hook", None)
+        return _BufferCommHookLocation.PRE_FORWARD if hook is None else hook.buffer_comm_hook_location
+
+    def _register_buffer_comm_hook(
+        self,
+        state: Any,
+        hook: Callable[[Any, dict[str, torch.Tensor]], Any],
+        comm_hook_location: _BufferCommHookLocation = _BufferCommHookLocation.POST_FORWARD,
+    ) -> None:
+        """Let `hook(state, named_buffers)` synchronise buffers; futures that it returns are awaited in backward."""
+        if not callable(hook):
+            raise AssertionError(f"hook must be callable, got {type(hook).__name__}")
+        self.buffer_hook = _BufferCommHook(
+            buffer_comm_hook=hook, buffer_comm_hook_state=state, buffer_comm_hook_location=comm_hook_location
+        )
+
+    def _sync_buffers(self) -> None:
+        with torch.no_grad():
+            # Under the join context rank 0 may have run out, and with it its buffers: agree on a rank that has not.
+            source = self._find_common_rank(self._distributed_rank, True) if self._join_config.enable else 0
+            self._assign_modules_buffers()
+            with torch.autograd._unsafe_preserve_version_counter(tuple(self.modules_buffers)):
+                self._sync_module_buffers(source)
+
+    def _sync_module_buffers(self, authoritative_rank: int) -> None:
+        hook = getattr(self, "buffer_hook", None)
+        if hook is None:
+            self._default_broadcast_coalesced(authoritative_rank=authoritative_rank)
+            return
+        futures = hook.buffer_comm_hook(hook.buffer_comm_hook_state, self.named_module_buffers)
+        if futures is not None:
+            self.reducer._install_post_backward_futures(futures)
+
+    def _default_broadcast_coalesced(
+        self, bufs: Sequence[torch.Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
+    ) -> None:
+        self._distributed_broadcast_coalesced(
+            self.modules_buffers if bufs is None else bufs, bucket_size or self.broadcast_bucket_size, authoritative_rank
+        )
+
+    def _distributed_broadcast_coalesced(
+        self, tensors: Sequence[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
+    ) -> None:
+        broadcast_coalesced(self._group(), tensors, source=authoritative_rank, piece_bytes=buffer_size)
+
+    # -- hooks ----------------------------------------------------------------------------------------------------
+
+    def register_comm_hook(self, state: object, hook: TorchHook) -> None:
+        """Let `hook(state, bucket)` average the buckets: it returns a Future that holds a tensor like the buffer."""
+        self._check_comm_hook(hook)
+        self._check_first_hook()
+        assert self.logger is not None
+        self.logger._set_comm_hook_name(hook.__qualname__)
+        self._comm_hooks.append((hook, state))
+        self._use_hook(hook, state)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
+        self._check_first_hook()
+        assert self.logger is not None
+        self.logger._set_comm_hook_name(str(comm_hook_type))
+        hook = builtin_hook(comm_hook_type)
+        self._comm_hooks.append((hook, self.process_group))
+        self._use_hook(hook, self.process_group)
+
+    def _use_hook(self, hook: TorchHook, state: object) -> None:
+        engine = self._engine
+        engine.set_bucket_hook(HookCall(hook, state, self._group(), lambda: len(engine.buckets)))
+
+    def _check_first_hook(self) -> None:
+        if self._comm_hooks:
+            self._log_and_throw(
+                RuntimeError, "register_comm_hook or register_builtin_comm_hook can only be called once."
+            )
+
+    def _check_comm_hook(self, hook: Any) -> None:
+        if not callable(hook):
+            self._log_and_throw(TypeError, "Communication hook must be callable.")
+        signature = inspect.signature(hook)
+        bucket = signature.parameters["bucket"].annotation
+        if bucket not in (inspect.Parameter.empty, dist.GradBucket, "dist.GradBucket"):
+            self._log_and_throw(ValueError, "Communication hook: bucket annotation should be dist.GradBucket.")
+        returned = signature.return_annotation
+        if returned not in (inspect.Signature.empty, torch.futures.Future[torch.Tensor]):
+            self._log_and_throw(
+                ValueError,
+                "Communication hook: return annotation should be torch.futures.Future[torch.Tensor].",
+            )
+        if hook.__name__ in ("bf16_compress_hook", "bf16_compress_wrapper_hook") and not _bf16_reduces():
+            self._log_and_throw(
+                TypeError, "BF16 all reduce communication hook required CUDA 11+ and NCCL 2.10+ or XPU and XCCL"
+            )
+
+    # -- joining --------------------------------------------------------------------------------------------------
+
+    @property
+    def _distributed_rank(self) -> int:
+        return dist.get_rank(self.process_group)
+
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
+        self._authoritative_rank = self._find_common_rank(self._distributed_rank, is_last_joiner)
+        self._sync_module_states(source=self._authoritative_rank, buffers=self.forward_sync_buffers)
+
+    def _match_all_reduce_for_bwd_pass(self) -> None:
+        """A rank that has run out takes part in the others' step with zeros, and leaves its own gradients alone."""
+        kept = [slot.parameter.grad for slot in self._engine.slots]
+        for slot in self._engine.slots:
+            slot.parameter.grad = None
+        self._engine.synchronize()
+        for slot, gradient in zip(self._engine.slots, kept, strict=True):
+            slot.parameter.grad = gradient
+
+    def _match_unused_params_allreduce(self) -> None:
+        """Which parameters were used travels with the gradients."""
+
+    # -- the rest of torch's interface ----------------------------------------------------------------------------
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        assert self.logger is not None
+        data = self.logger._get_ddp_logging_data()
+        return {**data.strs_map, **data.ints_map}
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        if sample_rate < 1:
+            self._log_and_throw(
+                ValueError, "DDP runtime logging sample rate should be equal or greater than 1"
+            )
+        assert self.logger is not None
+        self.logger.set_sample_rate(sample_rate)
+
+    def _set_static_graph(self) -> None:
+        if self.static_graph:
+            warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
+            return
+        if self._engine.stats.steps:
+            self._log_and_throw(
+                RuntimeError, "set_static_graph() should be called before training loop starts and after DDP is built."
+            )
+        self.static_graph = True
+        self._static_graph_delay_allreduce_enqueued = False
+        if not self._engine.options.static:
+            self._engine.set_options(
+                engine_options(
+                    self._caps,
+                    as_view=self.gradient_as_bucket_view,
+                    find_unused=self.find_unused_parameters,
+                    static=True,
+                    skip_unused=self.skip_all_reduce_unused_params,
+                )
+            )
+        assert self.logger is not None
+        self.logger._set_static_graph()
+        if self.find_unused_parameters:
+            warnings.warn(
+                "find_unused_parameters=True has no effect with a static graph: the first iteration shows which parameters "
+                "are unused, and that may not change.",
+                stacklevel=2,
+            )
+
+    def _remove_autograd_hooks(self) -> None:
+        self.reducer._remove_autograd_hooks()
+
+    def _check_reducer_finalized(self) -> None:
+        self.reducer._check_reducer_finalized()
+
+    def _set_sparse_metadata(self, global_unique_ids: dict[str, torch.Tensor]) -> None:
+        self.reducer._set_sparse_metadata(global_unique_ids)
+
+    def _update_process_group(self, new_process_group: Any) -> None:
+        """Average over another group from now on. A rank that is not in it keeps its model and does not take part."""
+        self._has_rebuilt_buckets = False
+        self.reducer._reset_state()
+        if isinstance(new_process_group, dist.ProcessGroup):
+            self.process_group = new_process_group
+            self.reducer._update_process_group(new_process_group)
+            self._engine.replace_group(self._group())
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        self._ddp_sink_clone = val
+
+
+_VERIFYING = "verifying the model"
+
+
+class _WatchedDDP:
+    """A DDP that looks for unused parameters: a rank whose loss reached none of them owes its peers a step."""
+
+    def __init__(self, engine: Reducer, reducer: TorchReducer) -> None:
+        self.reducer = engine
+        self._torch_reducer = reducer
+
+    def takes_part(self) -> bool:
+        return self._torch_reducer.armed
+
+
+def _cloned(output: Any) -> Any:
+    """Outputs that a user may write into, as torch's DDP returns them: copies, where autograd made the original."""
+    tensors, spec, is_rref = _tree_flatten_with_rref(output)
+    if is_rref:
+        return output
+    fresh = [t.clone() if isinstance(t, torch.Tensor) and t.grad_fn is not None else t for t in tensors]
+    return torch.utils._pytree.tree_unflatten(fresh, spec)
+
+
+def _bf16_reduces() -> bool:
+    cuda = torch.version.cuda is not None or torch.version.hip is not None
+    if cuda and dist.is_nccl_available():
+        return bool(torch.cuda.nccl.version() >= (2, 10))
+    return bool(dist.is_xccl_available() and torch.xpu.is_available())

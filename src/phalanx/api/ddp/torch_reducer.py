@@ -1,0 +1,162 @@
+"""The `reducer` attribute of a DDP module: what torch's own hooks, its pipelining and its tests call on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx.errors import ReducerStateError
+from phalanx.hooks.builtin import allreduce
+from phalanx.hooks.grad_bucket import GradBucket
+from phalanx.reducer.bucket import ParameterSlot
+from phalanx.reducer.reducer import Reducer
+
+
+class TorchReducer:
+    """torch's reducer interface over the engine. `armed` is whether the next backward pass synchronises."""
+
+    def __init__(
+        self, engine: Reducer, process_group: dist.ProcessGroup, *, find_unused: bool, on_error: Callable[[str], None]
+    ) -> None:
+        self.engine = engine
+        self.armed = False
+        self._process_group = process_group
+        self._find_unused = find_unused
+        self._on_error = on_error
+        self._futures: list[torch.futures.Future[Any]] = []
+        self._joined: tuple[Any, bool] | None = None
+        engine.gate = self._gate
+        engine.on_report.append(lambda _: self._after_step())
+
+    def _gate(self) -> bool:
+        return self.armed
+
+    def _after_step(self) -> None:
+        # torch's contract is one synchronised pass per forward. With unused parameters looked for, a further pass over
+        # the same outputs may bring what the first did not, so there the gate stays open until the next forward.
+        if not self._find_unused:
+            self.armed = False
+        futures, self._futures = self._futures, []
+        for future in futures:
+            future.wait()
+
+    # -- called by the module -------------------------------------------------------------------------------------
+
+    def prepare_for_forward(self) -> None:
+        return None
+
+    def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:
+        """A forward pass is over, and its backward will synchronise. `outputs` are not needed: what arrives, arrives."""
+        self._check_reducer_finalized()
+        if self._joined is not None:
+            work, by_initial_size = self._joined
+            work.wait()
+            self.engine.divisor = None if by_initial_size else int(work.result()[0].item())
+            self._joined = None
+        self.armed = True
+        if self._find_unused:
+            with torch.autograd.profiler.record_function("search_unused_parameters"):
+                pass
+
+    def disarm(self) -> None:
+        self.armed = False
+
+    def _check_reducer_finalized(self) -> None:
+        """Raise, in torch's words and with the parameters' names, if the step before is not over."""
+        waiting = self.engine.unfinished()
+        if not waiting:
+            return
+        message = unfinished_message(
+            waiting, self.engine.group.rank, static=self.engine.options.static, find_unused=self._find_unused
+        )
+        self._on_error(message)
+        self.engine.group.post_failure(self.engine.topic, message)
+        raise ReducerStateError(
+            message, rank=self.engine.group.rank, step=self.engine.step, parameters=[slot.name for slot in waiting]
+        )
+
+    # -- the rest of torch's interface ------------------------------------------------------------------------------
+
+    def _rebuild_buckets(self) -> bool:
+        """Whether buckets were laid out anew since this was last asked; the engine does so by itself."""
+        replanned, self.engine.replanned_unseen = self.engine.replanned_unseen, False
+        return replanned
+
+    def _push_all_rebuilt_params(self) -> None:
+        return None
+
+    def _get_local_used_map(self) -> torch.Tensor:
+        used = self.engine.stats.used_by
+        counts = [self.engine.group.size] * len(self.engine.slots) if used is None else used
+        return torch.tensor(counts, dtype=torch.int32, device=self.engine.buckets[0].spec.device)
+
+    def _ddp_graph_static(self) -> bool:
+        return self.engine.stats.graph_is_static
+
+    def _get_zeros_like_grad_buckets(self) -> list[GradBucket]:
+        last = len(self.engine.buckets) - 1
+        return [
+            GradBucket(bucket, torch.zeros_like(bucket.gradients), is_last=bucket.index == last)
+            for bucket in self.engine.buckets
+        ]
+
+    def _run_allreduce_hook(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        return allreduce(self._process_group, bucket)
+
+    def _run_comm_hook(self, bucket: Any) -> torch.futures.Future[Any]:
+        return self._run_allreduce_hook(bucket)
+
+    def _install_post_backward_futures(self, futures: Sequence[torch.futures.Future[Any]]) -> None:
+        self._futures += list(futures)
+
+    def _set_forward_pass_work_handle(self, work: Any, use_static_world_size: bool) -> None:
+        self._joined = (work, use_static_world_size)
+
+    def _set_sparse_metadata(self, metadata: dict[str, torch.Tensor]) -> None:
+        """Global row ids by parameter name, which torch uses to pad sparse gradients; ours gather what each rank has."""
+
+    def _remove_autograd_hooks(self) -> None:
+        self.engine.remove_hooks()
+
+    def _reset_state(self) -> None:
+        self.engine.reset()
+        self.armed = False
+
+    def _update_process_group(self, process_group: dist.ProcessGroup) -> None:
+        self._process_group = process_group
+
+
+def unfinished_message(waiting: Sequence[ParameterSlot], rank: int, *, static: bool, find_unused: bool) -> str:
+    """Programs match on torch's sentences here: the beginning and the list of indices are kept as they are."""
+    lines = ["Expected to have finished reduction in the prior iteration before starting a new one. "]
+    if static:
+        lines[0] += (
+            "This error indicates that your training graph has changed in this iteration, e.g., one parameter is used "
+            "in first iteration, but then got unused in the second iteration. this is not compatible with static_graph "
+            "set to True."
+        )
+    elif find_unused:
+        lines[0] += (
+            "Since `find_unused_parameters=True` is enabled, this likely means that not all `forward` function outputs "
+            "participate in calculating loss."
+        )
+    else:
+        lines[0] += (
+            "Some parameters got no gradient: look for unused ones by passing the keyword argument "
+            "`find_unused_parameters=True` to DistributedDataParallel, or use phalanx.replicate, which needs no flag; "
+            "and make sure that all `forward` function outputs participate in calculating loss."
+        )
+    lines.append(
+        f"Parameter indices which did not receive grad for rank {rank}: {' '.join(str(slot.index) for slot in waiting)}"
+    )
+    lines.append(
+        f"Parameters which did not receive grad for rank {rank}: {', '.join(slot.name for slot in waiting)}"
+    )
+    if dist.get_debug_level() == dist.DebugLevel.OFF:
+        lines.append(
+            "For more of this kind, set the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL."
+        )
+    return "\n".join(lines)
