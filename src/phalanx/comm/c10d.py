@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -53,6 +54,7 @@ class _Ledger:
 
     board: Board | None
     turns: dict[str, int] = field(default_factory=dict)
+    serials: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
 
 _ledgers: weakref.WeakKeyDictionary[dist.ProcessGroup, _Ledger] = weakref.WeakKeyDictionary()
@@ -155,6 +157,10 @@ class C10dGroup(Group):
         ledger = _ledger_of(process_group)
         self.board = ledger.board
         self._exchanges = ledger.turns
+        self._serials = ledger.serials
+
+    def next_serial(self) -> int:
+        return next(self._serials)
 
     # -- collectives ---------------------------------------------------------------------------------------------
 

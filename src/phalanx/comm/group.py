@@ -63,6 +63,10 @@ class Group(ABC):
     """What this rank is at: failures that others post on these topics wake its waits."""
 
     @abstractmethod
+    def next_serial(self) -> int:
+        """A number that grows with each call. Ranks that use the group alike get alike numbers, and can name things."""
+
+    @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, kind: ReduceKind = "sum") -> Work: ...
 
     @abstractmethod

@@ -29,7 +29,7 @@ class HookCall:
         view = GradBucket(bucket, buffer, is_last=bucket.index == self._num_buckets() - 1)
         with torch.enable_grad() if torch.is_grad_enabled() else torch.no_grad():
             future = self._hook(self._state, view)
-        if not isinstance(future, torch.futures.Future):
+        if not isinstance(future, torch._C.Future):  # the base of torch.futures.Future, which a Work returns
             raise TypeError(
                 f"the communication hook {_name(self._hook)} must return a torch.futures.Future that holds a tensor like "
                 f"bucket.buffer(); for bucket {bucket.index} it returned {type(future).__name__}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 import torch
@@ -41,6 +41,7 @@ class ParameterSlot:
         "name",
         "ref",
         "seen",
+        "shown",
         "stale",
         "sticky",
         "view",
@@ -54,6 +55,8 @@ class ParameterSlot:
         self.ref = weakref.ref(parameter)
         self.bucket: Bucket
         self.view: torch.Tensor
+        # What users see as .grad: the same memory, another object, since they may point it elsewhere (`p.grad.data = …`).
+        self.shown: torch.Tensor
         self.expected = 1  # arrivals in a backward pass, as far as earlier passes tell
         self.left = 1  # arrivals still to come in this pass
         self.seen = 0  # arrivals in this pass
@@ -91,6 +94,7 @@ class Bucket:
         self.slots: list[ParameterSlot] = []
         self.pending = 0
         self.work: Work | None = None
+        self.sparse_sum: Callable[[], torch.Tensor] | None = None
         self.buffer = group.allocate(0 if spec.sparse else spec.numel + num_extra, spec.dtype, spec.device)
         self.gradients = self.buffer[: spec.numel] if num_extra else self.buffer
         self.tail = self.buffer[spec.numel :] if num_extra else None
@@ -120,6 +124,7 @@ class Bucket:
         self.state = BucketState.FILLING
         self.pending = sum(1 for slot in self.slots if slot.left > 0)
         self.work = None
+        self.sparse_sum = None
 
 
 def _view(flat: torch.Tensor, offset: int, spec: ParameterSpec) -> torch.Tensor:

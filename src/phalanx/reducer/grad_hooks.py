@@ -6,16 +6,20 @@ checkpointing that is an inner pass, run by a node of the outer one; the outer n
 can queue the callback again, one level further out, until no node is current: that is the root.
 
 Nor does a pass always end. If it raises, the engine drops the callback uncalled, and that is how it is noticed: the
-callback is an object, and its end without a call is the end of the pass.
+callback is an object, and its end without a call is the end of the pass. One gap is left: between the end of an inner
+pass and the hook on the outer node nothing is queued. If the outer pass raises there, it is noticed when the graph is
+freed, when an optimizer steps, or by the next pass, which is not nested as deep.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
-from torch.autograd import Variable
+from torch.autograd import Variable, graph
 
 current_pass: Callable[[], int] = torch._C._current_graph_task_id
 """The engine's number for the pass that runs in this thread; -1 outside of any."""
@@ -28,6 +32,8 @@ class BackwardPasses:
         self._on_end = on_end
         self._on_broken = on_broken
         self._queued: set[int] = set()
+        self._settled = 0  # how many steps were settled: what belongs to an earlier one means nothing any more
+        self._inner_depth: int | None = None  # of the inner pass that ended, while its outer node has yet to end
 
     def enter(self) -> None:
         """Call from a gradient's hook, at least once per pass."""
@@ -39,6 +45,12 @@ class BackwardPasses:
     def forget(self) -> None:
         """The step is settled: what is still queued means nothing any more."""
         self._queued.clear()
+        self._settled += 1
+        self._inner_depth = None
+
+    def is_stale(self) -> bool:
+        """Whether the pass that runs is not part of the one under way, which must then have been broken off."""
+        return self._inner_depth is not None and _depth() < self._inner_depth
 
     def _ended(self, number: int) -> None:
         self._queued.discard(number)
@@ -46,7 +58,8 @@ class BackwardPasses:
         if node is None:
             self._on_end()
         else:
-            _Outer(self, node)
+            self._inner_depth = _depth()
+            _Outer(self, node, self._settled)
 
     def _broke(self, number: int) -> None:
         if number in self._queued:
@@ -72,15 +85,40 @@ class _End:
 
 
 class _Outer:
-    """Waits for the node that ran an inner pass, and then queues the end again in the pass of that node."""
+    """Waits for the node that ran an inner pass, and then queues the end again in the pass of that node.
 
-    def __init__(self, passes: BackwardPasses, node: Any) -> None:
+    The node's hook alone keeps it: its end without a call means that the node never came to its end.
+    """
+
+    def __init__(self, passes: BackwardPasses, node: Any, settled: int) -> None:
         self._passes = passes
+        self._settled = settled
+        self._fired = False
         self._handle = node.register_hook(self._after_node)
 
     def _after_node(self, *_: Any) -> None:
+        self._fired = True
         self._handle.remove()
-        self._passes.enter()
+        if self._settled == self._passes._settled:
+            self._passes._inner_depth = None
+            self._passes.enter()
+
+    def __del__(self) -> None:
+        if not self._fired and self._settled == self._passes._settled:
+            self._passes._on_broken()
+
+
+_RUN_BACKWARD = graph._engine_run_backward.__code__
+
+
+def _depth() -> int:
+    """How many backward passes run in this thread, one within the other."""
+    frame: FrameType | None = sys._getframe()
+    depth = 0
+    while frame is not None:
+        depth += frame.f_code is _RUN_BACKWARD
+        frame = frame.f_back
+    return depth
 
 
 def _queue(callback: Callable[[], None]) -> None:

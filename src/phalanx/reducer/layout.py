@@ -30,6 +30,7 @@ class Layout:
         group: Group,
         *,
         control_in_tail: bool,
+        from_the_end: bool = False,
     ) -> None:
         self.slots = list(slots)
         self.specs = [
@@ -38,7 +39,7 @@ class Layout:
         ]
         self.order = list(order)
         self.pointers = self.current_pointers()
-        planned = plan_buckets(self.specs, order, policy)
+        planned = plan_buckets(self.specs, order, policy, from_the_end=from_the_end)
         self.control = ControlBlock(
             num_parameters=len(self.slots), num_buckets=len(planned), rank=group.rank, size=group.size
         )
@@ -56,12 +57,18 @@ class Layout:
                 slot.bucket = bucket
                 if not spec.sparse:
                     slot.view = bucket.views[place]
+                    slot.shown = slot.view.detach()
             self.buckets.append(bucket)
         device = planned[-1].device if planned else torch.device("cpu")
         self.control_tensor = (
-            self.buckets[-1].tail if self.rides else torch.zeros(self.control.length, device=device)
+            self.buckets[-1].tail
+            if self.rides
+            else torch.zeros(self.control.length, dtype=torch.float32, device=device)
         )
         self.launches = LaunchOrder(len(self.buckets))
+        self._dense = [slot for slot in self.slots if not slot.bucket.spec.sparse]
+        self._shown = [slot.shown for slot in self._dense]
+        self._addresses = list(map(torch.Tensor.data_ptr, self._shown))
 
     def current_pointers(self) -> list[int]:
         return [slot.parameter.data_ptr() for slot in self.slots]
@@ -79,27 +86,38 @@ class Layout:
 
     def start_step(self, *, certain: bool = False) -> None:
         """Expect what earlier passes had; `certain` means that a wrong guess is the user's error, not to be mended."""
+        if list(map(torch.Tensor.data_ptr, self._shown)) != self._addresses:
+            self._show_anew()
         for slot in self.slots:
             slot.start_step(certain=certain)
         for bucket in self.buckets:
             bucket.start_step()
         self.launches.reset([bucket.pending == 0 for bucket in self.buckets])
 
-    def detach_gradients(self) -> None:
+    def _show_anew(self) -> None:
+        """A user pointed a gradient elsewhere, or a cast of the module did: what they hold is theirs now."""
+        for slot in self._dense:
+            if slot.shown.data_ptr() != slot.view.data_ptr():
+                slot.shown = slot.view.detach()
+        self._shown = [slot.shown for slot in self._dense]
+
+    def detach_gradients(self) -> list[ParameterSlot]:
         """Give gradients that still lie in the buckets memory of their own, so that the buckets can be let go."""
-        for slot in self.slots:
-            if not slot.bucket.spec.sparse and slot.parameter.grad is slot.view:
-                slot.parameter.grad = slot.view.clone()
+        detached = [slot for slot in self._dense if slot.parameter.grad is slot.shown]
+        for slot in detached:
+            slot.parameter.grad = slot.shown.clone()
+        return detached
 
     def release(self, group: Group) -> None:
         for bucket in self.buckets:
             buffer = bucket.buffer
             bucket.views = []
             for slot in bucket.slots:
-                slot.view = _NOTHING
+                slot.view = slot.shown = _NOTHING
             bucket.buffer = bucket.gradients = _NOTHING
             group.release(buffer)
         self.control_tensor = _NOTHING
+        self._shown = []
 
 
 _NOTHING = torch.empty(0)

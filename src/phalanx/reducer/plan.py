@@ -85,12 +85,15 @@ class BucketSpec:
 
 
 def plan_buckets(
-    specs: Sequence[ParameterSpec], order: Sequence[int], policy: BucketPolicy
+    specs: Sequence[ParameterSpec], order: Sequence[int], policy: BucketPolicy, *, from_the_end: bool = False
 ) -> tuple[BucketSpec, ...]:
     """Buckets for gradients that arrive in `order` (a permutation of the parameters' indices).
 
     A bucket holds one dtype on one device; a sparse gradient travels alone. Buckets come in the order in which the last
     gradient of each arrives, which is the order in which they can leave. All ranks must call this with equal arguments.
+
+    With `from_the_end` buckets are filled starting with the gradient that arrives last, so that the caps count from
+    there: a small first cap then keeps the bucket small that everyone waits for at the end.
     """
     if sorted(order) != list(range(len(specs))):
         raise ValueError(f"order must name each of the {len(specs)} parameters once, got {list(order)}")
@@ -98,7 +101,7 @@ def plan_buckets(
     closed: list[list[int]] = []
     open_buckets: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     num_closed: dict[tuple[torch.dtype, torch.device], int] = {}
-    for index in order:
+    for index in reversed(order) if from_the_end else order:
         spec = specs[index]
         if spec.sparse:
             closed.append([index])
@@ -111,7 +114,7 @@ def plan_buckets(
             closed.append(open_buckets.pop(key))
             num_closed[key] = number + 1
     closed.extend(open_buckets.values())
-    closed.sort(key=lambda members: position[members[-1]])
+    closed.sort(key=lambda members: max(position[member] for member in members))
     return tuple(_lay_out(number, members, specs) for number, members in enumerate(closed))
 
 

@@ -58,7 +58,7 @@ class ReducerOptions:
 
     policy: BucketPolicy = field(default_factory=BucketPolicy)
     first_policy: BucketPolicy | None = None
-    """Buckets until they are re-planned, where that differs."""
+    """Buckets until they are re-planned, where that differs; the first cap is then that of the last to leave."""
     placement: Placement = Placement.OWNED
     replan: bool = True
     """Lay out buckets anew, after the first step, in the order in which gradients really arrived."""
@@ -130,6 +130,7 @@ class Reducer:
     ) -> None:
         self.name = name
         self.group = group
+        self._serial = group.next_serial()
         self.options = options or ReducerOptions()
         self.stats = ReducerStats()
         self.synchronizes = True
@@ -170,6 +171,7 @@ class Reducer:
             list(range(count - 1, -1, -1)),
             self.options.first_policy or self.options.policy,
             "construction",
+            from_the_end=self.options.first_policy is not None,
         )
 
     # -- layout --------------------------------------------------------------------------------------------------
@@ -185,7 +187,7 @@ class Reducer:
     @property
     def topic(self) -> str:
         """The step under way, as ranks name it to each other."""
-        return f"step {self.step} of {self.name}"
+        return f"step {self.step} of {self.name} ({self._serial})"
 
     @property
     def step(self) -> int:
@@ -199,11 +201,15 @@ class Reducer:
         order: Sequence[int],
         policy: BucketPolicy,
         reason: str,
+        *,
+        from_the_end: bool = False,
     ) -> None:
         self._adopt(named_parameters)
         slots = [self._slots[id(parameter)] for _, parameter in named_parameters]
         in_tail = self.bucket_hook is None and not self.options.skip_unused_buckets
-        self.layout = Layout(slots, sparse, order, policy, self.group, control_in_tail=in_tail)
+        self.layout = Layout(
+            slots, sparse, order, policy, self.group, control_in_tail=in_tail, from_the_end=from_the_end
+        )
         self.stats.num_plans += 1
         if events.listeners:
             events.emit(events.BucketsPlanned(self.name, self.step, reason, len(self.buckets)))
@@ -247,6 +253,7 @@ class Reducer:
         self.layout.detach_gradients()
         self.layout.release(self.group)
         self.group = group
+        self._serial = group.next_serial()
         self._broken = None
         self._order_work = None
         self.arrivals = []
@@ -258,7 +265,8 @@ class Reducer:
         named = [(slot.name, slot.parameter) for slot in self.slots]
         sparse = [spec.sparse for spec in self.layout.specs]
         policy = self.options.first_policy or self.options.policy
-        self._lay_out(named, sparse, list(range(len(named) - 1, -1, -1)), policy, reason)
+        order = list(range(len(named) - 1, -1, -1))
+        self._lay_out(named, sparse, order, policy, reason, from_the_end=self.options.first_policy is not None)
 
     def set_options(self, options: ReducerOptions) -> None:
         """Behave differently, from before the first step on; the placement of gradients must stay."""
@@ -400,9 +408,10 @@ class Reducer:
         slot.parameter.grad = None
 
     def _raise_in_hook(self, message: str, slot: ParameterSlot) -> NoReturn:
+        error = ReducerStateError(message, rank=self.group.rank, step=self.step, parameters=[slot.name])
         if self.on_error is not None:
-            self.on_error(message)
-        raise ReducerStateError(message, rank=self.group.rank, step=self.step, parameters=[slot.name])
+            self.on_error(str(error))
+        raise error
 
     def _fill(self, slot: ParameterSlot) -> None:
         """Put what is in ``.grad`` into the bucket: scaled, and added to what this pass has put there before."""

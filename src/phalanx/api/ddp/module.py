@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 import inspect
 import logging
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -184,7 +186,8 @@ class DistributedDataParallel(TorchDDP):
     def _tell_peers_and_raise(self, problem: Exception, *, init_sync: bool) -> None:
         """A rank that cannot go on says why before it raises: the others would wait for it in their verification."""
         if init_sync:
-            self._group().post_failure(_VERIFYING, f"it could not wrap its model: {problem}")
+            group = self._group()
+            group.post_failure(_verifying(group), f"it could not wrap its model: {problem}")
         raise problem
 
     def _choose_buffer_sync(self, broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
@@ -255,13 +258,14 @@ class DistributedDataParallel(TorchDDP):
 
     def _verify(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         group = self._group()
-        group.topics.add(_VERIFYING)
+        topic = _verifying(group)
+        group.topics.add(topic)
         try:
             verify_same(group, [TensorEntry.of(name, parameter, "parameter") for name, parameter in named])
         except MismatchError as error:
             raise MismatchError(f"DDP expects same model across all ranks, but {error.message}", rank=group.rank) from None
         finally:
-            group.topics.discard(_VERIFYING)
+            group.topics.discard(topic)
 
     def _sync_module_states(self, *, source: int, buffers: bool) -> None:
         state = [p.detach() for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
@@ -327,6 +331,11 @@ class DistributedDataParallel(TorchDDP):
         for local in ("process_group", "reducer", "logger", "_engine", "_watched"):
             state.pop(local, None)
         return state
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A class that was made on the fly cannot be found again by its name: its nearest ancestor that can stands in.
+        reduced = super().__reduce_ex__(protocol)
+        return (copyreg.__newobj__, (_importable(type(self)),), *reduced[2:])  # type: ignore[attr-defined]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.process_group = dist.distributed_c10d._get_default_group()
@@ -625,7 +634,9 @@ class DistributedDataParallel(TorchDDP):
         self._ddp_sink_clone = val
 
 
-_VERIFYING = "verifying the model"
+def _verifying(group: C10dGroup) -> str:
+    """The undertaking, by its number: all ranks wrap their models in the same order."""
+    return f"verifying model {group.next_serial()}"
 
 
 class _WatchedDDP:
@@ -637,6 +648,16 @@ class _WatchedDDP:
 
     def takes_part(self) -> bool:
         return self._torch_reducer.armed
+
+
+def _importable(cls: type) -> type:
+    for candidate in cls.__mro__:
+        found: Any = sys.modules.get(candidate.__module__)
+        for part in candidate.__qualname__.split("."):
+            found = getattr(found, part, None)
+        if found is candidate:
+            return candidate
+    return cls
 
 
 def _cloned(output: Any) -> Any:

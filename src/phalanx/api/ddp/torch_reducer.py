@@ -72,11 +72,10 @@ class TorchReducer:
         message = unfinished_message(
             waiting, self.engine.group.rank, static=self.engine.options.static, find_unused=self._find_unused
         )
-        self._on_error(message)
-        self.engine.group.post_failure(self.engine.topic, message)
-        raise ReducerStateError(
-            message, rank=self.engine.group.rank, step=self.engine.step, parameters=[slot.name for slot in waiting]
-        )
+        error = ReducerStateError(message, rank=self.engine.group.rank, step=self.engine.step)
+        self._on_error(str(error))
+        self.engine.group.post_failure(self.engine.topic, str(error))
+        raise error
 
     # -- the rest of torch's interface ------------------------------------------------------------------------------
 

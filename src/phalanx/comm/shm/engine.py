@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from phalanx.comm.shm.profiling import Span
 from phalanx.comm.shm.work import ShmWork
 
-Act = Callable[[], None]
+Act = Callable[[bool], None]  # told whether it runs on its caller's thread
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Engine:
                 return work
             self._busy = True
         try:
-            self._execute(task)
+            self._execute(task, inline=True)
         finally:
             with self._lock:
                 self._busy = False
@@ -65,7 +65,7 @@ class Engine:
                     return
                 task = self._queue.popleft()
                 self._busy = True
-            self._execute(task)
+            self._execute(task, inline=False)
             del task  # or its tensors live until the next call
             with self._lock:
                 self._busy = False
@@ -73,10 +73,10 @@ class Engine:
                     self._changed.notify_all()
 
     @staticmethod
-    def _execute(task: _Task) -> None:
+    def _execute(task: _Task, *, inline: bool) -> None:
         error: BaseException | None = None
         try:
-            task.act()
+            task.act(inline)
         except BaseException as caught:  # also KeyboardInterrupt: the call is half done on this rank
             error = caught
         finally:

@@ -6,6 +6,7 @@ expected means that ranks called different things; both calls are then shown, on
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 import time
@@ -20,8 +21,10 @@ from phalanx.comm.shm.failure import Failure, Fate
 from phalanx.comm.shm.peer import Peer
 
 EAGER_BYTES = 32 * 1024  # up to this, the bytes travel inside the packet
-_PACKET = 4 * EAGER_BYTES  # larger than any packet
+_PACKET = wire.HEAD.size + wire.MAX_SIGNATURE + 1024  # enough of any packet to tell what it is
 _MAX_WAIT_S = 10.0**8
+_SPIN_S = 100e-6  # waking a sleeping thread costs about as much as this
+_ONCE = socket.MSG_DONTWAIT
 
 
 class Mesh:
@@ -35,7 +38,9 @@ class Mesh:
         self.arena = arena
         self.fate = fate
         self.seq = 0
-        self.current = ""
+        # Asking again beats sleeping, but only with a core for each rank, and not on a thread beside one that computes.
+        self.may_spin = len(os.sched_getaffinity(0)) >= self.size
+        self.spinning = False
         self._peers = peers
         self._socks = {i: peer.calls for i, peer in peers.items()}
         self._wait_s: float | None = None
@@ -133,13 +138,18 @@ class Call:
         body = mesh.inbox(index)[0]
         view = mesh._head_view[: length + wire.PARCEL.size]
         sock = mesh._socks[index]
+        flags, spin_until = (_ONCE, time.monotonic() + _SPIN_S) if mesh.spinning else (0, 0.0)
         while True:
-            self._mind_deadline(index)
+            if not flags:
+                self._mind_deadline(index)
             try:
-                count = sock.recvmsg_into((view, body))[0]
+                count = sock.recvmsg_into((view, body), 0, flags)[0]
                 break
             except BlockingIOError:
-                self._deadline = True
+                if not flags:
+                    self._deadline = True
+                elif time.monotonic() > spin_until:
+                    flags = 0
             except ConnectionResetError:
                 continue  # said once, ahead of what the peer sent before it closed
             except OSError:
@@ -153,17 +163,22 @@ class Call:
     def recv(self, index: int, phase: int, round: int = 0, fds: list[int] | None = None) -> None:
         expected = wire.head(phase, self.seq, round=round)
         sock = self.mesh._socks[index]
+        flags, spin_until = (_ONCE, time.monotonic() + _SPIN_S) if self.mesh.spinning else (0, 0.0)
         while True:
-            self._mind_deadline(index)
+            if not flags:
+                self._mind_deadline(index)
             try:
                 if fds is None:
-                    raw = sock.recv(_PACKET)
+                    raw = sock.recv(_PACKET, flags)
                 else:
                     raw, received, _, _ = socket.recv_fds(sock, _PACKET, 1)
                     fds.extend(received)
                 break
             except BlockingIOError:
-                self._deadline = True
+                if not flags:
+                    self._deadline = True
+                elif time.monotonic() > spin_until:
+                    flags = 0
             except ConnectionResetError:
                 continue
             except OSError:

@@ -155,7 +155,8 @@ class PhalanxGroup(Operations, ProcessGroup):
         work = ShmWork(name, result)
         span = open_span(f"{NAME}:{name}", inputs)
 
-        def guarded() -> None:
+        def guarded(inline: bool) -> None:
+            self._mesh.spinning = inline and self._mesh.may_spin
             try:
                 act(timeout_s)
             except BaseException as error:
