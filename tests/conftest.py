@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch._dynamo
 import torch.distributed.tensor
-import torch.utils.checkpoint
+import torch.utils.checkpoint  # noqa: F401
 
 from phalanx.testing import shut_down, warm_up
 
