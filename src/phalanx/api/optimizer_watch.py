@@ -82,6 +82,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         replica = reference()
         if replica is None or replica.reducer.group.size == 1:
             continue
+        replica.reducer.abandon_stale()
         stats = replica.reducer.stats
         # Per optimizer: two of them may share a module, and each must find that the step was synchronised.
         seen = _seen.setdefault(optimizer, {})
@@ -120,4 +121,4 @@ def _take_part(replica: Watched) -> None:
 def _is_reduced(slot: ParameterSlot) -> bool:
     """Whether there is no gradient here but one that a reduction left: kept by the user, and the same everywhere."""
     gradient = slot.parameter.grad
-    return gradient is None or slot.bucket.spec.sparse or gradient is slot.view
+    return gradient is None or slot.bucket.spec.sparse or gradient is slot.shown

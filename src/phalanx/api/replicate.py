@@ -212,12 +212,12 @@ class Replica:
         verify_same(self.group, _entries(module, self._ignored), problem=problem)
         if problem is not None:
             raise ReducerStateError(problem, rank=self.group.rank, step=self.reducer.stats.steps, parameters=added)
-        watch.remember(module)
         known = {id(parameter) for parameter in self.parameters()}
+        watch.remember(module)
         named = named_trained_parameters(module, self._ignored.__contains__)
         self.reducer.replan(named, sparse=expects_sparse(module, named), reason="parameters were frozen or replaced")
         missed = [slot.index for slot in self.reducer.slots if id(slot.parameter) not in known]
-        self.reducer.reduce_now(missed)
+        self.reducer.reduce_now(missed, report.weights[self.group.rank] / sum(report.weights))
         optimizer_watch.forget_optimizers()
 
     def _say_unused(self, report: Report) -> None:

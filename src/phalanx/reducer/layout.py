@@ -84,6 +84,14 @@ class Layout:
             for slot, spec in zip(self.slots, self.specs, strict=True)
         )
 
+    def first_change(self) -> str:
+        """What no longer fits, for an error."""
+        for slot, spec in zip(self.slots, self.specs, strict=True):
+            now = ParameterSpec.of(spec.name, slot.parameter, sparse=spec.sparse)
+            if now != spec:
+                return f"{spec.name} is {now.shown()}, was {spec.shown()}"
+        return "nothing"
+
     def start_step(self, *, certain: bool = False) -> None:
         """Expect what earlier passes had; `certain` means that a wrong guess is the user's error, not to be mended."""
         if list(map(torch.Tensor.data_ptr, self._shown)) != self._addresses:
@@ -103,7 +111,7 @@ class Layout:
 
     def detach_gradients(self) -> list[ParameterSlot]:
         """Give gradients that still lie in the buckets memory of their own, so that the buckets can be let go."""
-        detached = [slot for slot in self._dense if slot.parameter.grad is slot.shown]
+        detached = [slot for slot in self._dense if getattr(slot.ref(), "grad", None) is slot.shown]
         for slot in detached:
             slot.parameter.grad = slot.shown.clone()
         return detached

@@ -43,6 +43,9 @@ class ParameterSpec:
     def num_bytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
+    def shown(self) -> str:
+        return f"{self.dtype} {list(self.shape)} on {self.device} with strides {list(self.stride)}"
+
 
 @dataclass(frozen=True)
 class BucketPolicy:

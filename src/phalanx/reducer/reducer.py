@@ -19,7 +19,7 @@ import torch
 
 from phalanx import events
 from phalanx.comm.group import DoneWork, Group, Work
-from phalanx.errors import PeerFailedError, PhalanxError, ReducerStateError
+from phalanx.errors import GroupAbortedError, PeerFailedError, PeerLostError, PhalanxError, ReducerStateError
 from phalanx.reducer.bucket import Bucket, BucketState, ParameterSlot
 from phalanx.reducer.grad_hooks import BackwardPasses, current_pass, hook_gradient
 from phalanx.reducer.layout import Layout
@@ -29,7 +29,7 @@ from phalanx.reducer.verify import TensorEntry, verify_same
 
 logger = logging.getLogger(__name__)
 
-AGREE_WITHIN_S = 10.0
+AGREE_WITHIN_S = 1800.0  # a rank may be long in coming, as to any collective
 _NO_PASS = -2  # no pass has this number: every arrival takes the long way
 
 
@@ -187,7 +187,7 @@ class Reducer:
     @property
     def topic(self) -> str:
         """The step under way, as ranks name it to each other."""
-        return f"step {self.step} of {self.name} ({self._serial})"
+        return f"step {self.step} of {self.name} ({self._serial}), laid out by plan {self.stats.num_plans}"
 
     @property
     def step(self) -> int:
@@ -240,11 +240,31 @@ class Reducer:
             by_id = {id(slot.parameter): spec.sparse for slot, spec in zip(old.slots, old.specs, strict=True)}
             sparse = [by_id.get(id(parameter), False) for _, parameter in parameters]
         if order is None:
-            order = old.order if len(parameters) == len(old.slots) else range(len(parameters) - 1, -1, -1)
+            order = self._order_for([parameter for _, parameter in parameters])
         # Free first, then allocate: the old and the new buckets together would take the gradients' memory twice.
-        old.detach_gradients()
+        detached = old.detach_gradients()
         old.release(self.group)
         self._lay_out(parameters, sparse, order, self.options.policy, reason)
+        with torch.no_grad():
+            for slot in detached:  # back into the buckets, as before
+                gradient = slot.parameter.grad
+                if self._slots.get(id(slot.parameter)) is slot and gradient is not None and not slot.bucket.spec.sparse:
+                    slot.parameter.grad = slot.shown
+                    slot.view.copy_(gradient)
+
+    def _order_for(self, parameters: Sequence[torch.nn.Parameter]) -> list[int]:
+        """The order known so far, if that says where all of these come in; otherwise it is learnt anew."""
+        place = {id(parameter): index for index, parameter in enumerate(parameters)}
+        known = [self.slots[index].ref() for index in self.layout.order]
+        order = [place[id(parameter)] for parameter in known if id(parameter) in place]
+        if self._order_work is not None:  # agreed on, but for parameters that are no longer the same
+            (work, _), self._order_work = self._order_work, None
+            work.wait()
+            self.arrivals = []
+        if len(order) == len(parameters):
+            return order
+        self.arrivals = []
+        return list(range(len(parameters) - 1, -1, -1))
 
     def replace_group(self, group: Group) -> None:
         """Reduce over another group from the next step on. What was learnt of the old one's order is learnt anew."""
@@ -289,27 +309,32 @@ class Reducer:
         self.layout.detach_gradients()
         self.layout.release(self.group)
 
-    def reduce_now(self, indices: Sequence[int]) -> None:
+    def reduce_now(self, indices: Sequence[int], share: float) -> None:
         """Average the gradients of some parameters apart from any step: those that no bucket had a place for yet.
 
-        Collective. A parameter that has no gradient on any rank keeps none.
+        Collective; `share` is this rank's part in the average. A parameter that has no gradient on any rank keeps none.
         """
-        slots = [self.slots[index] for index in indices if not self.slots[index].bucket.spec.sparse]
+        slots = [self.slots[index] for index in indices]
         if not slots or self.group.size == 1:
             return
         with torch.no_grad():
-            device = slots[0].view.device
-            used = torch.tensor([0.0 if slot.parameter.grad is None else 1.0 for slot in slots], device=device)
+            device = slots[0].parameter.device
+            used = torch.tensor([float(slot.parameter.grad is not None) for slot in slots], device=device)
             self.group.all_reduce(used).wait()
             for slot, count in zip(slots, used.tolist(), strict=True):
                 if count == 0:
                     continue
                 gradient = slot.parameter.grad
-                slot.view.zero_() if gradient is None else slot.view.copy_(gradient).div_(self.group.size)
-                whole = slot.view.contiguous()
+                if slot.bucket.spec.sparse:
+                    work, total = self.group.all_reduce_sparse(self._as_sparse(slot, gradient) * share)
+                    work.wait()
+                    slot.parameter.grad = total()
+                    continue
+                whole = torch.zeros_like(slot.view) if gradient is None else gradient.to_dense() * share
+                whole = whole.contiguous()
                 self.group.all_reduce(whole).wait()
                 slot.view.copy_(whole)
-                slot.parameter.grad = slot.view
+                slot.parameter.grad = slot.shown
 
     def remove_hooks(self) -> None:
         for remove in self._removers.values():
@@ -336,7 +361,7 @@ class Reducer:
             if owned:
                 parameter.grad = None
             elif viewed:
-                parameter.grad = view
+                parameter.grad = slot.shown
             bucket.pending -= 1
             if not bucket.pending:
                 self._bucket_is_full(bucket)
@@ -345,6 +370,8 @@ class Reducer:
 
     def _arrive(self, slot: ParameterSlot) -> None:
         """Any arrival: the first of a pass, one under a listener, a repeated, sparse, unexpected or unsynchronised one."""
+        if self._mode is not None and self._passes.is_stale():
+            self.abandon()  # an earlier pass was broken off unnoticed: this one is not part of it
         if self._mode is None:
             self._begin_backward()
         self._passes.enter()
@@ -356,7 +383,9 @@ class Reducer:
         with torch.no_grad():
             self._accept(slot)
         if self._pass == _NO_PASS or current_pass() != self._pass:
-            self._pass = current_pass() if self.arrivals is None and not events.listeners else _NO_PASS
+            # Under create_graph gradients have a graph of their own, which the short way cannot copy from.
+            plain = self.arrivals is None and not events.listeners and not torch.is_grad_enabled()
+            self._pass = current_pass() if plain else _NO_PASS
 
     def _accept(self, slot: ParameterSlot) -> None:
         bucket = slot.bucket
@@ -430,7 +459,7 @@ class Reducer:
         if self.options.placement is Placement.OWNED:
             parameter.grad = None
         elif self.options.placement is Placement.VIEW:
-            parameter.grad = slot.view
+            parameter.grad = slot.shown
 
     def _bucket_is_full(self, bucket: Bucket) -> None:
         self.layout.launches.mark_ready(bucket.index)
@@ -484,19 +513,35 @@ class Reducer:
         return self.options.static and self.stats.steps == 0
 
     def _complete_step(self) -> None:
-        try:
-            with torch.no_grad():
+        with torch.no_grad():
+            try:
                 self._settle()
-                self._finalize(self._launch_rest(Flag(0)))
-        except PhalanxError as error:
-            self._fail(error)
-            raise
+                report = self._finalize(self._launch_rest(Flag(0)))
+            except PhalanxError as error:
+                if self._mode is not None:
+                    self._break(error)
+                    self.reset()
+                raise
+            try:
+                for action in self.on_report:
+                    action(report)
+            except PhalanxError as error:
+                self._break(error)
+                raise
 
-    def _fail(self, error: PhalanxError) -> None:
-        """A step that did not come to its end on this rank. A peer's failure is survivable, a lost group is not."""
-        if not isinstance(error, PeerFailedError):
-            self._broken = error
+    def _drop(self, error: PhalanxError) -> NoReturn:
+        """All ranks read the same report, so all drop this step alike. They stay together and may train on."""
         self.reset()
+        self.stats.steps += 1
+        raise error
+
+    def _break(self, error: PhalanxError) -> None:
+        """This rank did not come to the end of what all ranks share, and no longer knows where the others are."""
+        if self.bucket_hook is not None and isinstance(error, PeerFailedError):
+            return
+        self._broken = error
+        if not isinstance(error, PeerLostError | GroupAbortedError):
+            self.group.post_failure("", str(error))
 
     def reset(self) -> None:
         """Forget the step under way, on this rank alone: what was launched is waited for before the next begins."""
@@ -507,6 +552,8 @@ class Reducer:
         self._mode = None
         self._pass = _NO_PASS
         self._weight = None
+        if self.arrivals:
+            self.arrivals = []
         self._passes.forget()
 
     def abandon(self) -> None:
@@ -528,6 +575,11 @@ class Reducer:
             logger.warning("rank %d could not tell its peers that its backward failed: %s", self.group.rank, error)
         self.reset()
         self.stats.steps += 1
+
+    def abandon_stale(self) -> None:
+        """Give up a pass that was broken off unnoticed; called where no pass can be under way in this thread."""
+        if self._mode is not None and self.options.settle_unused and current_pass() == -1:
+            self.abandon()
 
     def synchronize(self) -> None:
         """Take part in a step without a backward pass: reduce what is unsynchronised here, and zeros for the rest.
@@ -576,7 +628,7 @@ class Reducer:
         if gradient is None:
             slot.view.zero_()
             return
-        slot.stale = gradient.clone() if gradient is slot.view else gradient
+        slot.stale = gradient.clone() if gradient is slot.shown else gradient
         self._store(slot.stale.detach(), slot.bucket.scale, out=slot.view)
 
     def unfinished(self) -> list[ParameterSlot]:
@@ -605,7 +657,7 @@ class Reducer:
         if self.options.skip_unused_buckets and not any(slot.seen for slot in bucket.slots):
             self.stats.buckets_launched -= 1
         elif bucket.spec.sparse:
-            bucket.work = self._launch_sparse(bucket)
+            bucket.work, bucket.sparse_sum = self._launch_sparse(bucket)
         elif self.bucket_hook is not None:
             bucket.work = self.bucket_hook(bucket, bucket.gradients).then(_nothing)
         elif self.group.size == 1:
@@ -616,33 +668,32 @@ class Reducer:
         if events.listeners:
             events.emit(events.BucketLaunched(self.name, self.step, bucket.index, bucket.spec.num_bytes))
 
-    def _launch_sparse(self, bucket: Bucket) -> Work:
+    def _launch_sparse(self, bucket: Bucket) -> tuple[Work, Callable[[], torch.Tensor]]:
         (slot,) = bucket.slots
-        spec = self.layout.specs[slot.index]
-        gradient = slot.parameter.grad
-        if gradient is None:
-            mine = torch.sparse_coo_tensor(
-                torch.empty(1, 0, dtype=torch.int64, device=spec.device),
-                torch.empty(0, *spec.shape[1:], dtype=spec.dtype, device=spec.device),
-                spec.shape,
-                check_invariants=False,
-            )
-        else:
-            gradient = gradient.detach()
-            mine = gradient if gradient.is_sparse else gradient.to_sparse(1)
-            if not slot.seen:
-                slot.stale = slot.parameter.grad
+        mine = self._as_sparse(slot, slot.parameter.grad)
+        if not slot.seen:
+            slot.stale = slot.parameter.grad
+        if self.options.placement is Placement.OWNED:
+            slot.parameter.grad = None
         if self.bucket_hook is not None:
             hooked = self.bucket_hook(bucket, mine.coalesce())
-            work, result = hooked.then(_nothing), hooked.value
-        else:
-            scale = 1.0 / self.group.size if self._store is _copy else float(bucket.scale)
-            work, result = self.group.all_reduce_sparse(mine * scale)
+            return hooked.then(_nothing), hooked.value
+        return self.group.all_reduce_sparse(mine * self._share(bucket))
 
-        def put() -> None:
-            slot.parameter.grad = result()  # taken back by `_restore` where no rank used it
+    def _as_sparse(self, slot: ParameterSlot, gradient: torch.Tensor | None) -> torch.Tensor:
+        if gradient is not None:
+            return gradient.detach() if gradient.is_sparse else gradient.detach().to_sparse(1)
+        spec = self.layout.specs[slot.index]
+        return torch.sparse_coo_tensor(
+            torch.empty(1, 0, dtype=torch.int64, device=spec.device),
+            torch.empty(0, *spec.shape[1:], dtype=spec.dtype, device=spec.device),
+            spec.shape,
+            check_invariants=False,
+        )
 
-        return work.then(put)
+    def _share(self, bucket: Bucket) -> float:
+        """What a gradient is multiplied with before gradients are added up."""
+        return 1.0 / self.group.size if self._store is _copy else float(bucket.scale)
 
     def _launch_rest(self, flags: Flag) -> list[Work]:
         """Launch everything that is left, with this rank's report in the last bucket's tail or behind it."""
@@ -672,7 +723,7 @@ class Reducer:
 
     # -- finalizing ----------------------------------------------------------------------------------------------
 
-    def _finalize(self, works: list[Work]) -> None:
+    def _finalize(self, works: list[Work]) -> Report:
         """Wait for all reductions, read the report, and hand the averages out."""
         waited_s = self._wait_for(works)
         layout = self.layout
@@ -680,9 +731,12 @@ class Reducer:
         averaged = layout.rides and self._store is _copy and self.group.size > 1
         report = layout.control.read(layout.control_tensor, averaged=averaged)
         self._raise_for_failed(report)
-        self._apply_weights(report)
+        for bucket in self.buckets:
+            if bucket.sparse_sum is not None:  # taken back by `_restore` where no rank used it
+                bucket.slots[0].parameter.grad = bucket.sparse_sum()
         for index in report.late:
             self._second_round(self.buckets[index])
+        self._apply_weights(report)
         unused = self._hand_out(report.used)
         self._learn(report)
         self.group.topics.discard(self.topic)
@@ -697,8 +751,7 @@ class Reducer:
             bucket.work = None
         if events.listeners:
             events.emit(events.StepFinalized(self.name, self.stats.steps, waited_s, unused))
-        for action in self.on_report:
-            action(report)
+        return report
 
     def _wait_for(self, works: list[Work]) -> float:
         began = time.perf_counter()
@@ -722,34 +775,29 @@ class Reducer:
     def _raise_for_failed(self, report: Report) -> None:
         failed = report.ranks_with(Flag.FAILED)
         if failed:
-            self.stats.steps += 1
-            cause = self.group.failure_of(failed[0], "")
-            raise PeerFailedError(
+            cause = self.group.failure_of(failed[0], self.topic)
+            error = PeerFailedError(
                 f"rank {failed[0]} raised in its backward pass{f' ({cause})' if cause else ''}; "
                 "this step's gradients are dropped on every rank",
                 failed_ranks=failed,
                 rank=self.group.rank,
-                step=self.stats.steps,
+                step=self.step,
             )
+            self._drop(error)
 
     def _apply_weights(self, report: Report) -> None:
         weighted = report.ranks_with(Flag.WEIGHTED)
         if not weighted:
             return
         missing = [rank for rank in range(self.group.size) if rank not in weighted]
-        if missing:
-            raise ReducerStateError(
-                f"ranks {weighted} gave a weight for this step and ranks {missing} did not: give one on all, or on none",
-                rank=self.group.rank,
-                step=self.step,
-            )
         total = sum(report.weights)
-        if total <= 0:
-            raise ReducerStateError(
-                f"the weights of all ranks add up to {total:g}: at least one must be positive",
-                rank=self.group.rank,
-                step=self.step,
-            )
+        wrong = ""
+        if missing:
+            wrong = f"ranks {weighted} gave a weight for this step and ranks {missing} did not: give one on all, or on none"
+        elif total <= 0:
+            wrong = f"the weights of all ranks add up to {total:g}: at least one must be positive"
+        if wrong:
+            self._drop(ReducerStateError(wrong, rank=self.group.rank, step=self.step))
         for bucket in self.buckets:
             if bucket.spec.sparse:
                 gradient = bucket.slots[0].parameter.grad
@@ -760,9 +808,17 @@ class Reducer:
 
     def _second_round(self, bucket: Bucket) -> None:
         """Some rank got a gradient after this bucket had left. All ranks know, and reduce those apart."""
+        share = self._share(bucket)
+        if bucket.spec.sparse:
+            (slot,) = bucket.slots
+            work, total = self.group.all_reduce_sparse(self._as_sparse(slot, slot.late) * share)
+            work.wait()
+            slot.late = None
+            assert slot.parameter.grad is not None
+            slot.parameter.grad = (slot.parameter.grad + total()).coalesce()
+            return
         extra = torch.zeros_like(bucket.gradients)
         offsets = dict(zip(bucket.spec.parameters, bucket.spec.offsets, strict=True))
-        share = float(bucket.scale) if self._store is torch.mul else 1.0 / self.group.size
         for slot in bucket.slots:
             if slot.late is not None:
                 piece = extra[offsets[slot.index] : offsets[slot.index] + slot.view.numel()]
@@ -778,7 +834,7 @@ class Reducer:
         if used is None and not copy:
             for slot in self.slots:
                 if not slot.bucket.spec.sparse:
-                    slot.parameter.grad = slot.view
+                    slot.parameter.grad = slot.shown
             return ()
         unused = []
         targets, sources = [], []
@@ -788,7 +844,7 @@ class Reducer:
                 self._restore(slot)
             elif not slot.bucket.spec.sparse:
                 if not copy:
-                    slot.parameter.grad = slot.view
+                    slot.parameter.grad = slot.shown
                 elif slot.parameter.grad is None:
                     slot.parameter.grad = slot.view.clone()
                 else:
@@ -806,7 +862,7 @@ class Reducer:
             slot.parameter.grad = slot.stale
         else:
             slot.view.copy_(slot.stale)
-            slot.parameter.grad = slot.view
+            slot.parameter.grad = slot.shown
 
     def _learn(self, report: Report) -> None:
         """Expect next time what came this time; and agree, once, on the order in which gradients arrive."""
@@ -843,6 +899,8 @@ class Reducer:
     def _replan_for_new_layout(self) -> None:
         """Parameters were cast, moved or resized in place. Ranks must have done so alike: they compare before going on."""
         entries = [TensorEntry.of(slot.name, slot.parameter, "parameter") for slot in self.slots]
+        # Ranks where nothing changed do not come here: they wait in this step, and read this there.
+        self.group.post_failure(self.topic, f"its parameters changed, and not here: {self.layout.first_change()}")
         verify_same(self.group, entries, timeout_s=AGREE_WITHIN_S)
         self.replan(reason="parameters changed dtype, shape or device")
 
