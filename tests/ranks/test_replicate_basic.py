@@ -74,14 +74,12 @@ def test_unused_differs_by_rank() -> None:
 
     def loss(m: nn.Sequential, x: torch.Tensor, skip: bool) -> torch.Tensor:
         h = m[0](x)
-        return (h.sum() if skip else m[2](h).square().sum())
+        return h.sum() if skip else m[2](h).square().sum()
 
     for step in range(6):
         model.zero_grad()
         loss(model, batch(rank, step), (rank + step) % 3 == 0).backward()
-        expected = mean_gradients(
-            reference, [loss(reference, batch(r, step), (r + step) % 3 == 0) for r in range(2)]
-        )
+        expected = mean_gradients(reference, [loss(reference, batch(r, step), (r + step) % 3 == 0) for r in range(2)])
         for parameter, gradient in zip(model.parameters(), expected, strict=True):
             if gradient is None:
                 assert parameter.grad is None
