@@ -19,7 +19,15 @@ _START_S = 120.0
 _STOP_S = 5.0
 
 # Imported in the server when the test process has them: safe to import before a fork (no tensor operation, no thread).
-_PRELOADED = ("phalanx", "torch.distributed", "torch.nn", "torch.optim", "torch.utils.data", "torch.testing")
+_PRELOADED = (
+    "phalanx",
+    "torch.distributed",
+    "torch.nn",
+    "torch.optim",
+    "torch.utils",
+    "torch.testing",
+    "torch._dynamo",
+)
 _PRELOADED_ROOTS = ("pytest", "_pytest", "hypothesis", "numpy")
 
 
