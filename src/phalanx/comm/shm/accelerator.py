@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store
+from torch._C._distributed_c10d import Store
 
 from phalanx.comm.shm.arguments import ArgumentError
 

@@ -122,9 +122,7 @@ def _fold_streams(streams: Streams, own: Tensor, output: Tensor, op: str) -> Non
         for low in range(start, end, _BLOCK_BYTES):
             high = min(low + _BLOCK_BYTES, end)
             mine = own[low // size : high // size]
-            parts = [
-                mine if i == mesh.index else streams.piece(i, low, high).view(own.dtype) for i in range(mesh.size)
-            ]
+            parts = [mine if i == mesh.index else streams.piece(i, low, high).view(own.dtype) for i in range(mesh.size)]
             fold(op, parts, mine if in_place else output[low // size : high // size], mesh.index)
 
     streams.run(consume)

@@ -87,7 +87,7 @@ class Streams:
                 distinct[id(stream)] = Parcel(STAGED, stream.numel(), STAGING, 0, self._window, number)
         return {i: distinct[id(stream)] for i, stream in outgoing.items()}
 
-    # ---- reading ------------------------------------------------------------------------------------------------
+    # ---- reading ---------------------------------------------------------------------------------------------
 
     def piece(self, index: int, start: int, stop: int) -> Tensor:
         """Bytes [start, stop) of a peer's stream; of a staged one they lie within its current window."""

@@ -68,7 +68,7 @@ class Mail:
 
         loop.call(register)
 
-    # ---- sending --------------------------------------------------------------------------------------------------
+    # ---- sending ---------------------------------------------------------------------------------------------
 
     def post(self, rank: int, packet: Packet) -> None:
         """On the watching thread only. Packets that do not fit the socket wait their turn."""
@@ -113,7 +113,7 @@ class Mail:
         except OSError:
             pass  # its queue is full or it is gone; it will notice by our process descriptor or closed socket
 
-    # ---- receiving ------------------------------------------------------------------------------------------------
+    # ---- receiving -------------------------------------------------------------------------------------------
 
     def _on_mail(self, peer: Peer) -> Callable[[int], None]:
         def handle(events: int) -> None:
@@ -137,7 +137,9 @@ class Mail:
             if not raw:
                 event_loop().remove(peer.mail.fileno())
                 if peer.pidfd is None and peer.rank not in self._fate.goodbyes:
-                    self._fate.fail(Failure("lost", peer.rank, f"rank {peer.rank} closed its connection without a word"))
+                    self._fate.fail(
+                        Failure("lost", peer.rank, f"rank {peer.rank} closed its connection without a word")
+                    )
                 self.on_leave(peer.rank)
                 return
             packet = Packet.unpack(raw)

@@ -48,7 +48,7 @@ class Mesh:
         self._head_view = memoryview(self._head)
         self._inbox: dict[int, tuple[memoryview, Tensor]] = {}
 
-    # ---- a call -------------------------------------------------------------------------------------------------
+    # ---- a call ----------------------------------------------------------------------------------------------
 
     def begin(self, signature: bytes, timeout_s: float) -> Call:
         """The next call of this group. Every rank begins the same calls in the same order."""
@@ -107,7 +107,7 @@ class Call:
     def __str__(self) -> str:
         return f"{self.signature.decode()} #{self.seq}"
 
-    # ---- sending: a peer that is gone is found when its answer is missed, after what it did send has been used --------
+    # ---- sending: a peer that is gone is found when its answer is missed, after what it did send has been used
 
     def send_entry(self, index: int, parcel: bytes, body: object = b"") -> None:
         try:
@@ -129,7 +129,7 @@ class Call:
         except OSError:
             pass
 
-    # ---- receiving ------------------------------------------------------------------------------------------------
+    # ---- receiving -------------------------------------------------------------------------------------------
 
     def recv_entry(self, index: int) -> wire.Parcel:
         """A peer's entry into this call. The bytes inside its packet, if any, are in the mesh's inbox."""
@@ -199,7 +199,7 @@ class Call:
         self.mesh._set_wait(left, only=index)
         self.mesh._wait_s = None  # to be set anew by the next call
 
-    # ---- what goes wrong ------------------------------------------------------------------------------------------
+    # ---- what goes wrong -------------------------------------------------------------------------------------
 
     def fail(self, failure: Failure) -> Exception:
         mesh = self.mesh

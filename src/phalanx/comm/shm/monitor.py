@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 
-from torch.distributed import Store
+from torch._C._distributed_c10d import Store
 
 from phalanx.errors import CollectiveTimeoutError
 
@@ -55,7 +55,9 @@ class MonitoredBarrier:
         self._store.set(f"{self._number}/{self._rank}", "here")
         key = f"{self._number}/verdict"
         if not self._came(key, timeout_s):
-            text = f"Rank {self._rank} timed out in monitoredBarrier after {timeout_s * 1000:.0f} ms: no word from rank 0"
+            text = (
+                f"Rank {self._rank} timed out in monitoredBarrier after {timeout_s * 1000:.0f} ms: no word from rank 0"
+            )
             raise CollectiveTimeoutError(text, rank=self._rank)
         verdict = self._store.get(key).decode()
         if verdict != "all came":

@@ -36,9 +36,11 @@ class Operations:
 
     _ops: Collectives
 
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        raise NotImplementedError
 
-    def size(self) -> int: ...
+    def size(self) -> int:
+        raise NotImplementedError
 
     def _run(self, name: str, act: Callable[[float], None], opts: Any, *, inputs: list[Tensor], result: Any) -> ShmWork:
         raise NotImplementedError
@@ -47,15 +49,15 @@ class Operations:
         """For a tensor of an accelerator: what its own group's method returns."""
         raise NotImplementedError
 
-    # ---- reductions -------------------------------------------------------------------------------------------------
+    # ---- reductions ------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None, *_: Any) -> Any:
         opts = opts if opts is not None else AllreduceOptions()
         if isinstance(tensors, Tensor):
             tensors = [tensors]
         if isinstance(opts, torch.distributed.ReduceOp | torch.distributed.ReduceOp.RedOpType):
-            op, opts = opts, AllreduceOptions()
-            opts.reduceOp = op
+            asked, opts = opts, AllreduceOptions()
+            opts.reduceOp = asked
         tensor = tensors[0]
         if tensor.is_cuda:
             return self._elsewhere("allreduce", tensor, tensors, opts)
@@ -97,7 +99,8 @@ class Operations:
         def act(timeout_s: float) -> None:
             packed = torch.cat([readable(t) for t in tensors])
             self._ops.all_reduce(packed, op, timeout_s=timeout_s, signature=said)
-            for t, flat in zip(tensors, packed.split([t.numel() for t in tensors]), strict=True):
+            parts = packed.split([t.numel() for t in tensors])  # type: ignore[no-untyped-call]
+            for t, flat in zip(tensors, parts, strict=True):
                 t.detach().copy_(flat.view(t.shape))
 
         # torch's profiler tests look for this name, as Gloo has it
@@ -156,7 +159,8 @@ class Operations:
                 f"reduce_scatter_tensor: expected an input of {output.numel()} x {self.size()} elements (output x world "
                 f"size), got {input.numel()}"
             )
-        return list(readable(input).split(output.numel())) if output.numel() else [readable(input)] * self.size()
+        flat = readable(input)
+        return list(flat.view(self.size(), -1).unbind()) if output.numel() else [flat] * self.size()
 
     def _reduce_scatter_act(
         self, name: str, output: Tensor, parts: Sequence[Tensor], opts: Any
@@ -180,7 +184,7 @@ class Operations:
 
         return act
 
-    # ---- moving ---------------------------------------------------------------------------------------------------
+    # ---- moving ----------------------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Any, opts: Any = None, *_: Any) -> Any:
         if isinstance(tensors, Tensor):

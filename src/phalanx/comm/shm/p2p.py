@@ -92,7 +92,7 @@ class PostOffice:
         mail.on_leave = self._left
         fate.on_failure(lambda _: event_loop().post(self._fail_all))
 
-    # ---- the callers' side ------------------------------------------------------------------------------------------
+    # ---- the callers' side -----------------------------------------------------------------------------------
 
     def send(self, data: Tensor, rank: int, tag: int, text: str, *, timeout_s: float, finish: Finish) -> None:
         """`data` is flat bytes and must not change until `finish` is called."""
@@ -106,7 +106,7 @@ class PostOffice:
         request = _Receive(rank, tag, data, text, finish, time.monotonic() + timeout_s)
         event_loop().post(lambda: self._start_receive(request))
 
-    # ---- sending --------------------------------------------------------------------------------------------------
+    # ---- sending ---------------------------------------------------------------------------------------------
 
     def _start_send(self, request: _Send) -> None:
         if self._refuse_failed(request.finish):
@@ -145,7 +145,7 @@ class PostOffice:
                 state.sending.append(request)
             self._mail.post(request.rank, Packet(DATA, slot=slot, number=request.number, length=length))
 
-    # ---- receiving --------------------------------------------------------------------------------------------------
+    # ---- receiving -------------------------------------------------------------------------------------------
 
     def _start_receive(self, request: _Receive) -> None:
         if self._refuse_failed(request.finish):
@@ -217,7 +217,7 @@ class PostOffice:
             del self._state.receiving[rank, packet.number]
             request.finish(None, rank)
 
-    # ---- what goes wrong --------------------------------------------------------------------------------------------
+    # ---- what goes wrong -------------------------------------------------------------------------------------
 
     def _error(self, text: str) -> MismatchError:
         return MismatchError(text, rank=self._fate.rank, group=self._fate.group)

@@ -13,14 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroup, Store
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import ProcessGroup
 
 from phalanx.comm.shm import accelerator, arena, census, collectives, monitor, p2p
 from phalanx.comm.shm.arguments import ArgumentError, Landing, as_bytes, is_async, one, readable, seconds
+from phalanx.comm.shm.between_hosts import BetweenHosts
 from phalanx.comm.shm.engine import Engine
 from phalanx.comm.shm.exchange import STAGING_BYTES
 from phalanx.comm.shm.failure import Failure, Fate
-from phalanx.comm.shm.hierarchical import HierarchicalCollectives, connect_hosts
+from phalanx.comm.shm.hierarchical import HierarchicalCollectives
 from phalanx.comm.shm.local import Collectives, LocalCollectives
 from phalanx.comm.shm.mail import Mail
 from phalanx.comm.shm.memory import anonymous
@@ -35,11 +37,11 @@ _MIN_RENDEZVOUS_S = 10.0
 _DRAIN_S = 10.0
 
 
-class PhalanxGroup(Operations, ProcessGroup):
+class PhalanxGroup(Operations, ProcessGroup):  # type: ignore[misc]
     """Collective to build: every rank of the group at once, over one store."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, *, name: str) -> None:
-        ProcessGroup.__init__(self, rank, size)  # type: ignore[call-arg, arg-type]
+        ProcessGroup.__init__(self, rank, size)  # type: ignore[call-arg]
         self._rank, self._size = rank, size
         self._store = store
         self._group_name = name
@@ -69,7 +71,7 @@ class PhalanxGroup(Operations, ProcessGroup):
         self._fate.on_failure(lambda _: self._arena.isolate())
         self._engine = Engine(name)
         self._accelerator = accelerator.Accelerator(PrefixStore("accelerator/", store), rank, size, timeout)
-        self._between = None if len(self.hosts) == 1 else connect_hosts(store, rank, self.hosts, timeout, self._fate)
+        self._between = None if len(self.hosts) == 1 else BetweenHosts(store, rank, size, timeout, self._fate)
         self._ops: Collectives = (
             LocalCollectives(self._mesh)
             if self._between is None
@@ -79,7 +81,7 @@ class PhalanxGroup(Operations, ProcessGroup):
         self._mail.open()
         census.enrol(self)
 
-    # ---- identity ---------------------------------------------------------------------------------------------------
+    # ---- identity --------------------------------------------------------------------------------------------
 
     def rank(self) -> int:
         return self._rank
@@ -129,7 +131,7 @@ class PhalanxGroup(Operations, ProcessGroup):
     def __repr__(self) -> str:
         return f"<PhalanxGroup {self._group_name!r} rank {self._rank} of {self._size}, hosts {self.hosts}>"
 
-    # ---- timeouts -----------------------------------------------------------------------------------------------------
+    # ---- timeouts --------------------------------------------------------------------------------------------
 
     def set_timeout(self, timeout: timedelta) -> None:
         """For calls made from now on that do not bring their own."""
@@ -147,7 +149,7 @@ class PhalanxGroup(Operations, ProcessGroup):
         timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()  # zero means: they are there or not
         self._monitor.wait(timeout_s, wait_all_ranks=wait_all_ranks)
 
-    # ---- running calls ------------------------------------------------------------------------------------------------
+    # ---- running calls ---------------------------------------------------------------------------------------
 
     def _run(self, name: str, act: Callable[[float], None], opts: Any, *, inputs: list[Tensor], result: Any) -> ShmWork:
         self._usable(name)
@@ -196,14 +198,14 @@ class PhalanxGroup(Operations, ProcessGroup):
         works, self._coalescing = self._coalescing or [], None
         return self._run("coalesced", lambda _: _wait_all(works), None, inputs=[], result=[]) if works else None
 
-    # ---- point to point -----------------------------------------------------------------------------------------------
+    # ---- point to point --------------------------------------------------------------------------------------
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Any:
         if tensors[0].is_cuda:
             return self._elsewhere("send", tensors[0], tensors, dst, tag)
         self._usable("send")
         if self._between is not None:
-            return self._between.everyone.send([readable(tensors[0])], dst, tag)
+            return self._between.send(tensors[0], dst, tag)
         tensor = one(tensors, "send")
         work = ShmWork("send", [], source=self._rank)
         data = as_bytes(readable(tensor))
@@ -231,7 +233,7 @@ class PhalanxGroup(Operations, ProcessGroup):
         self._post_office.recv(data, src, tag, _describe(tensor), timeout_s=self._timeout_s, finish=finish)
         return work
 
-    # ---- arena --------------------------------------------------------------------------------------------------------
+    # ---- arena -----------------------------------------------------------------------------------------------
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat, zeroed or reused CPU tensor in the arena, which collectives of this group reduce in place.
@@ -267,7 +269,7 @@ class PhalanxGroup(Operations, ProcessGroup):
             raise ArgumentError("release: expected a tensor from this group's allocate(), got another")
         self._run("release", act, None, inputs=[], result=[]).wait()
 
-    # ---- the end --------------------------------------------------------------------------------------------------------
+    # ---- the end ---------------------------------------------------------------------------------------------
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Wake every waiter of this group, on every rank, with an error that carries the reason."""

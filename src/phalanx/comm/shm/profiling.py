@@ -30,6 +30,6 @@ class Span:
 
 def open_span(name: str, inputs: Sequence[object]) -> Span | None:
     """None when nobody profiles."""
-    if not torch.autograd._profiler_enabled():
+    if not _autograd._profiler_enabled():
         return None
     return Span(name, [t for t in inputs if isinstance(t, Tensor)])

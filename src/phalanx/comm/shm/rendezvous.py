@@ -20,7 +20,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 
-from torch.distributed import DistStoreError, Store
+from torch._C._distributed_c10d import Store
+from torch.distributed import DistStoreError
 
 from phalanx.comm.shm.peer import Peer, credentials, open_pidfd
 from phalanx.errors import CollectiveTimeoutError
@@ -117,7 +118,7 @@ class _Rendezvous:
         finally:
             listener.close()
 
-    # ---- the store ------------------------------------------------------------------------------------------------
+    # ---- the store -------------------------------------------------------------------------------------------
 
     def _left_s(self) -> float:
         return max(self._deadline - time.monotonic(), 0.001)
@@ -134,7 +135,7 @@ class _Rendezvous:
             ) from error
         return bytes(self._store.get(key))
 
-    # ---- connecting -----------------------------------------------------------------------------------------------
+    # ---- connecting ------------------------------------------------------------------------------------------
 
     def _connect(self, cards: Sequence[Card]) -> None:
         failed = []
@@ -235,7 +236,7 @@ class _Rendezvous:
                 peer.close()
                 del self._peers[rank]
 
-    # ---- agreeing -------------------------------------------------------------------------------------------------
+    # ---- agreeing --------------------------------------------------------------------------------------------
 
     def _agree(self) -> Membership:
         self._store.set(f"reach/{self._rank}", json.dumps(sorted(self._peers)))

@@ -11,7 +11,7 @@ from phalanx.comm.shm.wire import signature
 
 
 def all_reduce(ops: Collectives, tensor: Tensor, rank: int, size: int, *, timeout_s: float) -> None:
-    """`tensor` becomes the coalesced sum. Its size, dtype and number of sparse dimensions are the same on every rank."""
+    """`tensor` becomes the coalesced sum. Size, dtype and number of sparse dimensions agree on every rank."""
     own = tensor.detach().coalesce()
     note = f"{tensor.dtype}{list(tensor.shape)} with {own.sparse_dim()} sparse dimensions"
     if own.indices().dtype != torch.int64:

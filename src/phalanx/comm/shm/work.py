@@ -28,7 +28,7 @@ class ShmWork(Work):
         self._future: Any = None
         self._complete_future: Callable[[], None] | None = None
 
-    # ---- the side that executes ---------------------------------------------------------------------------------
+    # ---- the side that executes ------------------------------------------------------------------------------
 
     def finish(self, error: BaseException | None = None, *, source: int | None = None) -> None:
         with self._lock:
@@ -44,7 +44,7 @@ class ShmWork(Work):
         if complete is not None:
             complete()
 
-    # ---- the side that waits ------------------------------------------------------------------------------------
+    # ---- the side that waits ---------------------------------------------------------------------------------
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Raises the error of the call. A timeout of zero, as C++ passes it, means the call's own."""
