@@ -98,9 +98,10 @@ class Bucket:
         self.buffer = group.allocate(0 if spec.sparse else spec.numel + num_extra, spec.dtype, spec.device)
         self.gradients = self.buffer[: spec.numel] if num_extra else self.buffer
         self.tail = self.buffer[spec.numel :] if num_extra else None
-        # The factor as a tensor of the bucket's own precision: half the cost of a Python number per multiplication.
+        # The factor as a tensor: half the cost of a Python number per multiplication. Never in less than single
+        # precision: a third in bfloat16 is off by 0.2 %, and always to the same side.
         real = spec.dtype.to_real() if spec.dtype.is_complex else spec.dtype
-        self.scale = torch.ones((), dtype=real)
+        self.scale = torch.ones((), dtype=torch.promote_types(real, torch.float32))
         self.views = [] if spec.sparse else [
             _view(self.gradients, offset, specs[index])
             for offset, index in zip(spec.offsets, spec.parameters, strict=True)

@@ -8,7 +8,9 @@ a parameter that is used once) is a closure of a few lines, `_make_hook`. Everyt
 
 from __future__ import annotations
 
+import copy
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -155,6 +157,7 @@ class Reducer:
         self.graph_changed = False
         """A static graph was found to have changed: nothing can be right any more."""
         self._weight: float | None = None
+        self._weight_unit = 1.0  # about the mean weight in the last weighted step: large numbers overflow half precision
         self._mode: Mode | None = None
         self._pass = _NO_PASS
         self._broken: PhalanxError | None = None
@@ -275,6 +278,7 @@ class Reducer:
         self.group = group
         self._serial = group.next_serial()
         self._broken = None
+        self._weight_unit = 1.0
         self._order_work = None
         self.arrivals = []
         self.has_replanned = False
@@ -353,11 +357,14 @@ class Reducer:
                 self._arrive(slot)
                 return
             slot.hot = False
+            bucket = slot.bucket
+            try:
+                self._store(parameter.grad, bucket.scale, out=slot.view)
+            except RuntimeError:  # not of the kind that was planned for, say sparse
+                self._arrive(slot)
+                return
             slot.seen = 1
             slot.left = 0
-            bucket = slot.bucket
-            view = slot.view
-            self._store(parameter.grad, bucket.scale, out=view)
             if owned:
                 parameter.grad = None
             elif viewed:
@@ -470,8 +477,7 @@ class Reducer:
 
     def _begin_backward(self) -> None:
         """The first gradient of a pass: decide what this pass does, and get the buckets ready."""
-        if self._broken is not None:
-            raise self._broken
+        self._check_not_broken()
         if not (self.gate is None or self.gate()) or not self.synchronizes:
             self._mode = Mode.KEEP
             self.stats.kept += 1
@@ -484,8 +490,7 @@ class Reducer:
         if not self.layout.still_fits():
             self._replan_for_new_layout()
         self._mode = Mode.SYNC
-        self.group.topics.add(self.topic)
-        weight = 1.0 if self._weight is None else self._weight
+        weight = 1.0 if self._weight is None else self._weight / self._weight_unit
         averages = self.group.averages and self._weight is None and self.divisor is None
         plain = self.bucket_hook is not None or averages
         self._store = _copy if plain else torch.mul
@@ -514,6 +519,8 @@ class Reducer:
 
     def _complete_step(self) -> None:
         with torch.no_grad():
+            topic = self.topic
+            self.group.topics.add(topic)  # only while waiting: a step that stays open must not catch later notices
             try:
                 self._settle()
                 report = self._finalize(self._launch_rest(Flag(0)))
@@ -522,12 +529,18 @@ class Reducer:
                     self._break(error)
                     self.reset()
                 raise
+            finally:
+                self.group.topics.discard(topic)
             try:
                 for action in self.on_report:
                     action(report)
             except PhalanxError as error:
                 self._break(error)
                 raise
+
+    def _check_not_broken(self) -> None:
+        if self._broken is not None:
+            raise copy.copy(self._broken)
 
     def _drop(self, error: PhalanxError) -> NoReturn:
         """All ranks read the same report, so all drop this step alike. They stay together and may train on."""
@@ -539,13 +552,12 @@ class Reducer:
         """This rank did not come to the end of what all ranks share, and no longer knows where the others are."""
         if self.bucket_hook is not None and isinstance(error, PeerFailedError):
             return
-        self._broken = error
+        self._broken = copy.copy(error)  # without its traceback, which leads to the model: a circle through its hooks
         if not isinstance(error, PeerLostError | GroupAbortedError):
             self.group.post_failure("", str(error))
 
     def reset(self) -> None:
         """Forget the step under way, on this rank alone: what was launched is waited for before the next begins."""
-        self.group.topics.discard(self.topic)
         self._draining += [bucket.work for bucket in self.buckets if bucket.work is not None]
         for bucket in self.buckets:
             bucket.work = None
@@ -588,8 +600,7 @@ class Reducer:
         """
         if self._mode is Mode.SYNC:
             self.abandon() if self.options.settle_unused else self.reset()
-        if self._broken is not None:
-            raise self._broken
+        self._check_not_broken()
         with torch.no_grad():
             self._begin_step()
         self._complete_step()
@@ -739,7 +750,6 @@ class Reducer:
         self._apply_weights(report)
         unused = self._hand_out(report.used)
         self._learn(report)
-        self.group.topics.discard(self.topic)
         self.stats.steps += 1
         self.stats.waited_s += waited_s
         self.stats.times.finalized_ns = time.perf_counter_ns()
@@ -802,9 +812,10 @@ class Reducer:
             if bucket.spec.sparse:
                 gradient = bucket.slots[0].parameter.grad
                 if gradient is not None:
-                    bucket.slots[0].parameter.grad = gradient * (self.group.size / total)
+                    bucket.slots[0].parameter.grad = gradient * (self.group.size * self._weight_unit / total)
             else:
-                bucket.gradients.mul_(self.group.size / total)
+                bucket.gradients.mul_(self.group.size * self._weight_unit / total)
+        self._weight_unit = 2.0 ** round(math.log2(total / self.group.size))  # a power of two rounds nothing
 
     def _second_round(self, bucket: Bucket) -> None:
         """Some rank got a gradient after this bucket had left. All ranks know, and reduce those apart."""
@@ -911,7 +922,7 @@ class Reducer:
             try:
                 work.wait()
             except PhalanxError as error:
-                self._broken = error
+                self._break(error)
                 raise
 
 

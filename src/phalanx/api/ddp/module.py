@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import copyreg
 import inspect
 import logging
 import sys
@@ -335,7 +334,7 @@ class DistributedDataParallel(TorchDDP):
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A class that was made on the fly cannot be found again by its name: its nearest ancestor that can stands in.
         reduced = super().__reduce_ex__(protocol)
-        return (copyreg.__newobj__, (_importable(type(self)),), *reduced[2:])  # type: ignore[attr-defined]
+        return (_new, (_importable(type(self)),), *reduced[2:])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.process_group = dist.distributed_c10d._get_default_group()
@@ -648,6 +647,10 @@ class _WatchedDDP:
 
     def takes_part(self) -> bool:
         return self._torch_reducer.armed
+
+
+def _new(cls: type) -> Any:
+    return cls.__new__(cls)
 
 
 def _importable(cls: type) -> type:

@@ -21,7 +21,7 @@ from phalanx.comm.shm.wire import DIRECT, INLINE, RESULT, ROUND, STAGED, Parcel
 
 DIRECT_BLOCK_BYTES = 256 << 10  # a block and its result fit a core's own cache
 
-_HERE = {n: Parcel(INLINE, n).pack() for n in range(0, 65)}
+_HERE = {n: Parcel(INLINE, n).pack() for n in range(65)}
 
 
 def all_reduce(mesh: Mesh, flat: Tensor, op: str, *, timeout_s: float, signature: bytes) -> None:

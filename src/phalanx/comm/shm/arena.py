@@ -73,7 +73,7 @@ class Arena:
         return None if number is None else (number, tensor.data_ptr() - base)
 
     def choose(self, nbytes: int) -> tuple[int, bool]:
-        """(number, whether it must be made) of the segment for a request: the same on every rank that calls in order."""
+        """(number, whether it must be made) of the segment for a request: the same on every rank, called in order."""
         want = rounded(nbytes)
         fits = [n for n in self._free if want <= self.segments[n].nbytes <= 2 * want]
         if fits:

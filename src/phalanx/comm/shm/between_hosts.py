@@ -38,7 +38,7 @@ class BetweenHosts:
         fate.on_failure(lambda failure: threading.Thread(target=self._write, args=(failure,), daemon=True).start())
 
     def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], *, timeout_s: float, said: str) -> None:
-        """Send to and receive from ranks of other hosts at once; returns when all is done. Empty tensors do not travel."""
+        """Send to and receive from ranks of other hosts, all at once, until done. Empty tensors do not travel."""
         gloo = self._ours
         if gloo is None:
             self._fate.check()
@@ -129,9 +129,8 @@ class BetweenHosts:
                 f"Timed out waiting {waited} for rank {rank}, on another host, in {said}: after this timeout: {error}"
             )
             return self._fail(Failure("timeout", rank, text))
-        return self._fail(
-            Failure("lost", rank, f"the connection to rank {rank}, on another host, broke in {said}: {error}")
-        )
+        text = f"the connection to rank {rank}, on another host, broke in {said}: {error}"
+        return self._fail(Failure("lost", rank, text))
 
     def _write(self, failure: Failure) -> None:
         try:

@@ -30,6 +30,7 @@ class EventLoop:
         self._calls: deque[Callable[[], None]] = deque()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
+        self._stopped = False
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="phalanx-watch", daemon=True)
         self._thread.start()
@@ -37,8 +38,10 @@ class EventLoop:
     def post(self, act: Callable[[], None]) -> None:
         """Run `act` on the loop's thread, soon."""
         with self._lock:
+            if self._stopped:
+                return
             self._calls.append(act)
-        os.eventfd_write(self._wake_fd, 1)
+            os.eventfd_write(self._wake_fd, 1)
 
     def call(self, act: Callable[[], None], *, timeout_s: float = 30.0) -> None:
         """Run `act` on the loop's thread and wait for it."""
@@ -72,11 +75,25 @@ class EventLoop:
         """On the loop's thread only: run `act` on it after a while."""
         heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._count), act))
 
-    def descriptors(self) -> list[int]:
-        return [self._epoll.fileno(), self._wake_fd]
+    def stop(self) -> None:
+        """End the thread. What is posted from now on is dropped."""
+
+        def end() -> None:
+            self._stopped = True
+
+        self.post(end)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def close(self) -> None:
+        with self._lock:
+            self._stopped = True
+            self._calls.clear()
+            self._epoll.close()
+            os.close(self._wake_fd)
 
     def _run(self) -> None:
-        while True:
+        while not self._stopped:
             wait_s = max(self._timers[0][0] - time.monotonic(), 0.0) if self._timers else None
             for fd, events in self._epoll.poll(wait_s):
                 handler = self._handlers.get(fd)
@@ -95,6 +112,7 @@ class EventLoop:
                 self._guarded(act)
             while self._timers and self._timers[0][0] <= time.monotonic():
                 self._guarded(heapq.heappop(self._timers)[2])
+        self.close()
 
     @staticmethod
     def _guarded(act: Callable[[], None]) -> None:
@@ -106,23 +124,35 @@ class EventLoop:
 
 _lock = threading.Lock()
 _loop: EventLoop | None = None
+_users = 0
 
 
-def event_loop() -> EventLoop:
-    """The process's loop, started when first asked for."""
-    global _loop
+def retain() -> EventLoop:
+    """The process's loop, started for its first user. Each `retain` is followed by one `dismiss`."""
+    global _loop, _users
     with _lock:
         if _loop is None:
             _loop = EventLoop()
+        _users += 1
         return _loop
+
+
+def dismiss() -> None:
+    """The last user gone, the thread and its descriptors go too."""
+    global _loop, _users
+    with _lock:
+        _users -= 1
+        loop = _loop if _users == 0 else None
+        if loop is not None:
+            _loop = None
+    if loop is not None:
+        loop.stop()
 
 
 def forget_in_child() -> None:
     """After a fork: the thread is gone and the descriptors are the parent's."""
-    global _loop, _lock
+    global _loop, _lock, _users
     _lock = threading.Lock()
     if _loop is not None:
-        for fd in _loop.descriptors():
-            os.close(fd)
-        _loop._epoll = None  # type: ignore[assignment]  # its own close would hit a descriptor number used anew
-    _loop = None
+        _loop.close()
+    _loop, _users = None, 0

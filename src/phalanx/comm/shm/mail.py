@@ -10,12 +10,11 @@ from __future__ import annotations
 import select
 import socket
 import struct
-import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from phalanx.comm.shm.event_loop import event_loop
+from phalanx.comm.shm import event_loop
 from phalanx.comm.shm.failure import Failure, Fate
 from phalanx.comm.shm.peer import Peer, how_it_ended
 
@@ -52,13 +51,13 @@ class Mail:
         self._fate = fate
         self._backlog: dict[int, deque[bytes]] = {rank: deque() for rank in self._peers}
         self._closed = False
-        self._farewell = threading.Lock()
+        self.loop = event_loop.retain()
         self.deliver: Callable[[int, Packet], None] = lambda rank, packet: None
         self.on_leave: Callable[[int], None] = lambda rank: None
         fate.on_failure(self._tell)
 
     def open(self) -> None:
-        loop = event_loop()
+        loop = self.loop
 
         def register() -> None:
             for peer in self._peers.values():
@@ -91,7 +90,7 @@ class Mail:
             backlog.popleft()
         if not self._closed and peer.mail.fileno() >= 0:
             try:
-                event_loop().modify(peer.mail.fileno(), select.EPOLLIN | (select.EPOLLOUT if waited else 0))
+                self.loop.modify(peer.mail.fileno(), select.EPOLLIN | (select.EPOLLOUT if waited else 0))
             except OSError:
                 pass  # no longer watched: the peer has left
 
@@ -135,7 +134,7 @@ class Mail:
             except OSError:
                 raw = b""
             if not raw:
-                event_loop().remove(peer.mail.fileno())
+                self.loop.remove(peer.mail.fileno())
                 if peer.pidfd is None and peer.rank not in self._fate.goodbyes:
                     self._fate.fail(
                         Failure("lost", peer.rank, f"rank {peer.rank} closed its connection without a word")
@@ -153,7 +152,7 @@ class Mail:
     def _on_death(self, peer: Peer) -> Callable[[int], None]:
         def handle(_: int) -> None:
             if peer.pidfd is not None:
-                event_loop().remove(peer.pidfd)
+                self.loop.remove(peer.pidfd)
             self._drain(peer)  # its last words come first
             if peer.rank in self._fate.goodbyes:
                 return
@@ -166,7 +165,7 @@ class Mail:
 
     def close(self) -> None:
         """Stop watching and close the mail sockets and process descriptors."""
-        loop = event_loop()
+        loop = self.loop
 
         def unregister() -> None:
             self._closed = True
@@ -178,3 +177,4 @@ class Mail:
                 peer.close()
 
         loop.call(unregister)
+        event_loop.dismiss()

@@ -156,8 +156,8 @@ class Operations:
     def _parts_of(self, input: Tensor, output: Tensor) -> list[Tensor]:
         if input.numel() != output.numel() * self.size():
             raise ArgumentError(
-                f"reduce_scatter_tensor: expected an input of {output.numel()} x {self.size()} elements (output x world "
-                f"size), got {input.numel()}"
+                f"reduce_scatter_tensor: expected an input of {output.numel()} x {self.size()} elements (output x "
+                f"world size), got {input.numel()}"
             )
         flat = readable(input)
         return list(flat.view(self.size(), -1).unbind()) if output.numel() else [flat] * self.size()

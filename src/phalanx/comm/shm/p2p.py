@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.shm.arena import STAGING, Arena
-from phalanx.comm.shm.event_loop import event_loop
 from phalanx.comm.shm.exchange import STAGING_BYTES
 from phalanx.comm.shm.failure import Failure, Fate
 from phalanx.comm.shm.mail import ACCEPT, DATA, LETTER, MAX_LETTER, OFFER, REFUSE, TAKEN, Mail, Packet
@@ -90,7 +89,7 @@ class PostOffice:
         self._timer = False
         mail.deliver = self._deliver
         mail.on_leave = self._left
-        fate.on_failure(lambda _: event_loop().post(self._fail_all))
+        fate.on_failure(lambda _: self._mail.loop.post(self._fail_all))
 
     # ---- the callers' side -----------------------------------------------------------------------------------
 
@@ -98,13 +97,13 @@ class PostOffice:
         """`data` is flat bytes and must not change until `finish` is called."""
         self._fate.check()
         request = _Send(next(self._numbers), rank, tag, data, text, finish, time.monotonic() + timeout_s)
-        event_loop().post(lambda: self._start_send(request))
+        self._mail.loop.post(lambda: self._start_send(request))
 
     def recv(self, data: Tensor, rank: int, tag: int, text: str, *, timeout_s: float, finish: Finish) -> None:
         """`rank` may be ANY; `finish` is told the rank that sent."""
         self._fate.check()
         request = _Receive(rank, tag, data, text, finish, time.monotonic() + timeout_s)
-        event_loop().post(lambda: self._start_receive(request))
+        self._mail.loop.post(lambda: self._start_receive(request))
 
     # ---- sending ---------------------------------------------------------------------------------------------
 
@@ -112,7 +111,7 @@ class PostOffice:
         if self._refuse_failed(request.finish):
             return
         length = request.data.numel()
-        about = dict(text=request.text, tag=request.tag, number=request.number, length=length)
+        about = {"text": request.text, "tag": request.tag, "number": request.number, "length": length}
         if request.rank == self._fate.rank or length <= MAX_LETTER:
             body = bytes(buffer_at(request.data.data_ptr(), length)) if length else b""
             packet = Packet(LETTER, body=body, **about)  # type: ignore[arg-type]
@@ -172,15 +171,21 @@ class PostOffice:
                     return
             state.arrived.append(_Arrival(rank, packet))
         elif packet.kind == ACCEPT:
-            state.sending.append(state.offered[packet.number])
-            self._pump()
+            accepted = state.offered.get(packet.number)
+            if accepted is not None:
+                state.sending.append(accepted)
+                self._pump()
         elif packet.kind == REFUSE:
-            state.offered.pop(packet.number).finish(self._error(packet.text), -1)
+            refused = state.offered.pop(packet.number, None)
+            if refused is not None:
+                refused.finish(self._error(packet.text), -1)
         elif packet.kind == DATA:
             self._take(rank, packet)
         elif packet.kind == TAKEN:
+            request_sent = state.offered.get(packet.number)
+            if request_sent is None:
+                return
             state.free.append(packet.slot)
-            request_sent = state.offered[packet.number]
             request_sent.taken += packet.length
             if request_sent.taken == request_sent.data.numel():
                 del state.offered[packet.number]
@@ -207,7 +212,9 @@ class PostOffice:
             self._mail.post(rank, Packet(ACCEPT, number=packet.number))
 
     def _take(self, rank: int, packet: Packet) -> None:
-        request = self._state.receiving[rank, packet.number]
+        request = self._state.receiving.get((rank, packet.number))
+        if request is None:  # given up after a failure
+            return
         memory = self._arena.segments[STAGING].peers[self._index[rank]]
         base = STAGING_BYTES + packet.slot * MAIL_SLOT_BYTES
         request.data[request.got : request.got + packet.length].copy_(memory[base : base + packet.length])
@@ -259,7 +266,7 @@ class PostOffice:
     def _watch_deadlines(self, deadline: float) -> None:
         if not self._timer:
             self._timer = True
-            event_loop().later(max(deadline - time.monotonic(), 0.001), self._check_deadlines)
+            self._mail.loop.later(max(deadline - time.monotonic(), 0.001), self._check_deadlines)
 
     def _check_deadlines(self) -> None:
         self._timer = False
