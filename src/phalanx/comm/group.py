@@ -36,6 +36,22 @@ class DoneWork(Work):
         return True
 
 
+class DeferredWork(Work):
+    """A collective that is not to start before it is waited for."""
+
+    def __init__(self, start: Callable[[], Work]) -> None:
+        self._start = start
+        self._work: Work | None = None
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        if self._work is None:
+            self._work = self._start()
+        self._work.wait(timeout_s)
+
+    def done(self) -> bool:
+        return self._work is not None and self._work.done()
+
+
 class _Chained(Work):
     def __init__(self, first: Work, action: Callable[[], None]) -> None:
         self._first = first

@@ -94,6 +94,9 @@ class Bucket:
         self.slots: list[ParameterSlot] = []
         self.pending = 0
         self.work: Work | None = None
+        # Kept until the next: if Gloo's thread were the last to let go of a work, and the interpreter was just ending,
+        # freeing the tensors in it would abort the process.
+        self.finished: Work | None = None
         self.sparse_sum: Callable[[], torch.Tensor] | None = None
         self.buffer = group.allocate(0 if spec.sparse else spec.numel + num_extra, spec.dtype, spec.device)
         self.gradients = self.buffer[: spec.numel] if num_extra else self.buffer

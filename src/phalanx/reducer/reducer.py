@@ -20,7 +20,7 @@ from typing import NoReturn, Protocol
 import torch
 
 from phalanx import events
-from phalanx.comm.group import DoneWork, Group, Work
+from phalanx.comm.group import DeferredWork, DoneWork, Group, Work
 from phalanx.errors import GroupAbortedError, PeerFailedError, PeerLostError, PhalanxError, ReducerStateError
 from phalanx.reducer.bucket import Bucket, BucketState, ParameterSlot
 from phalanx.reducer.grad_hooks import BackwardPasses, current_pass, hook_gradient
@@ -729,7 +729,11 @@ class Reducer:
             self._launch(backward_is_over=True)
         works = [bucket.work for bucket in self.buckets if bucket.work is not None]
         if not layout.rides and self.group.size > 1:
-            works.append(self.group.all_reduce(layout.control_tensor))
+            control = layout.control_tensor
+            if self.bucket_hook is None:
+                works.append(self.group.all_reduce(control))
+            else:  # a hook may start further collectives when its first are over: nothing may come between them
+                works.append(DeferredWork(lambda: self.group.all_reduce(control)))
         return works
 
     # -- finalizing ----------------------------------------------------------------------------------------------
@@ -758,7 +762,7 @@ class Reducer:
         self._weight = None
         self._passes.forget()
         for bucket in self.buckets:
-            bucket.work = None
+            bucket.work, bucket.finished = None, bucket.work
         if events.listeners:
             events.emit(events.StepFinalized(self.name, self.stats.steps, waited_s, unused))
         return report

@@ -98,8 +98,8 @@ class BetweenHosts:
         for rank, length in told.items():
             if int(length) != wanted[rank]:
                 text = (
-                    f"ranks disagree on lengths: in {said} rank {rank} sends {int(length)} bytes, rank {self._fate.rank} "
-                    f"expects {wanted[rank]}"
+                    f"ranks disagree on lengths: in {said} rank {rank} sends {int(length)} bytes, rank "
+                    f"{self._fate.rank} expects {wanted[rank]}"
                 )
                 raise self._fail(Failure("mismatch", rank, text))
 
