@@ -1,0 +1,161 @@
+"""`make peer`: torch's own distributed tests, on our class and on our process group, against what torch itself scores.
+
+    python tests/peer/run.py                  all suites
+    python tests/peer/run.py ddp2 …           some of them
+    python tests/peer/run.py ddp2 --test T …  some tests of one
+
+A suite fails when a test that passes with torch's own class (or on Gloo) does not pass with ours, unless `DIFFERENT` says
+why; and when a test named there passes after all, so that the list stays true.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+PER_TEST_S = 120.0
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A list of tests, the environment they run in, and what torch's own implementation scores."""
+
+    tests: str
+    base: str
+    environment: dict[str, str] = field(default_factory=dict)
+    only: str = ""
+
+    def names(self) -> list[str]:
+        return [name for name in (HERE / self.tests).read_text().split() if self.only in name]
+
+    def must_pass(self) -> set[str]:
+        scores: dict[str, str] = json.loads((HERE / "base" / self.base).read_text())
+        return {name for name, score in scores.items() if score == "passed"}
+
+
+def _ddp(world_size: int) -> Suite:
+    environment = {"SWAP": "phalanx", "WORLD_SIZE": str(world_size)}
+    return Suite("ddp_tests.txt", f"ddp_world{world_size}.json", environment)
+
+
+SUITES = {
+    "ddp2": _ddp(2),
+    "ddp3": _ddp(3),
+}
+
+# Tests that pass with torch's own and not with ours, each with the reason (docs/parity.md says more).
+DIFFERENT = {
+    "test_ddp_native_mixed_precision_ignored_params": "DDP's own mixed precision is not there yet: use torch.autocast",
+}
+# Takes many minutes, with torch's own class too.
+TOO_LONG = {"test_ddp_uneven_inputs"}
+
+
+def outcomes(names: list[str], environment: dict[str, str]) -> Iterator[dict[str, Any]]:
+    """One process runs test after test with forked ranks; after a hang or a crash a new one goes on behind it."""
+    left = list(names)
+    while left:
+        child = subprocess.Popen(
+            [sys.executable, str(HERE / "torch_tests.py"), "--lines", *left],
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+        said: queue.SimpleQueue[str] = queue.SimpleQueue()
+        threading.Thread(target=_forward_lines, args=(child.stdout, said), daemon=True).start()
+        current = left[0]
+        ended = {"outcome": "crashed", "why": "its process ended"}
+        try:
+            while line := said.get(timeout=PER_TEST_S):
+                record = _parsed(line)
+                current = record.get("began", current)
+                if "test" in record:
+                    left.remove(record["test"])
+                    yield record
+        except queue.Empty:
+            ended = {"outcome": "timeout", "why": f"nothing was heard of it for {PER_TEST_S:g} s"}
+        try:
+            os.killpg(child.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        child.wait()
+        if left:
+            left.remove(current)
+            yield {"test": current, "seconds": 0.0, **ended}
+
+
+def _forward_lines(stream: Any, said: queue.SimpleQueue[str]) -> None:
+    for line in stream:
+        said.put(line)
+    said.put("")
+
+
+def _parsed(line: str) -> dict[str, Any]:
+    """A test may print, too: only lines that are JSON objects are ours."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def run(title: str, suite: Suite, chosen: list[str]) -> list[str]:
+    """Run a suite, print what did not pass, and return the names that break the promise."""
+    began = time.monotonic()
+    names = chosen or [name for name in suite.names() if name not in TOO_LONG]
+    must = suite.must_pass()
+    count: Counter[str] = Counter()
+    broken = []
+    for record in outcomes(names, suite.environment):
+        name, outcome = record["test"], record["outcome"]
+        count[outcome] += 1
+        passed = outcome == "passed"
+        if name in must and not passed and name not in DIFFERENT:
+            broken.append(name)
+        elif name in DIFFERENT and passed:
+            broken.append(f"{name} (passes now: take it off the list)")
+        if not passed or chosen:
+            mark = "LOST" if name in broken else "    "
+            print(f"{mark} {outcome:8} {record['seconds']:6.1f} s  {name}  {record['why']}", flush=True)
+    score = ", ".join(f"{number} {kind}" for kind, number in sorted(count.items()))
+    of = len(must & set(names))
+    print(
+        f"{title}: {score}; of {of} that pass with torch's own, {of - len(broken)} pass or differ on purpose "
+        f"({time.monotonic() - began:.0f} s)",
+        flush=True,
+    )
+    return broken
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("suites", nargs="*", help=f"of {', '.join(SUITES)}; all by default")
+    parser.add_argument("--test", action="append", default=[], help="only this test; may be given several times")
+    arguments = parser.parse_args()
+    unknown = [title for title in arguments.suites if title not in SUITES]
+    if unknown:
+        parser.error(f"no suite {', '.join(unknown)}; there are {', '.join(SUITES)}")
+    broken = {title: run(title, SUITES[title], arguments.test) for title in arguments.suites or SUITES}
+    for title, names in broken.items():
+        for name in names:
+            print(f"{title}: lost {name}")
+    return 1 if any(broken.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
