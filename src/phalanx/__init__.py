@@ -13,6 +13,9 @@ from phalanx.api.replicate import (
     weight,
 )
 from phalanx.api.world import World, init, shutdown
+from phalanx.comm import shm
+
+shm.register()
 
 __version__ = "0.1.0"
 

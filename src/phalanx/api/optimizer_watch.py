@@ -69,7 +69,7 @@ def _replicas_of(optimizer: Optimizer) -> list[weakref.ref[Any]]:
         found = [
             weakref.ref(replica)
             for replica in _watched
-            if any(id(slot.parameter) in held for slot in replica.reducer.slots)
+            if any((parameter := slot.ref()) is not None and id(parameter) in held for slot in replica.reducer.slots)
         ]
         known = _by_optimizer[optimizer] = (size, found)
     return known[1]

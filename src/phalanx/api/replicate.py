@@ -176,7 +176,8 @@ class Replica:
         optimizer_watch.watch(self)
 
     def parameters(self) -> list[nn.Parameter]:
-        return [slot.parameter for slot in self.reducer.slots]
+        """Those that still exist: a replica whose module is gone may wait a while for the garbage collector."""
+        return [parameter for slot in self.reducer.slots if (parameter := slot.ref()) is not None]
 
     def takes_part(self) -> bool:
         """Whether an optimizer's step without a synchronised pass means that this rank still owes the others a step."""

@@ -1,0 +1,37 @@
+"""Ratios of interleaved measurements, with their spread: an absolute time on a shared machine means nothing."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+NUM_RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median and its 95 % interval, by resampling the rounds."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def spread(values: Sequence[float]) -> Spread:
+    source = random.Random(0)
+    medians = sorted(
+        statistics.median(source.choices(values, k=len(values))) for _ in range(NUM_RESAMPLES)
+    )
+    return Spread(
+        statistics.median(values), medians[int(0.025 * NUM_RESAMPLES)], medians[int(0.975 * NUM_RESAMPLES) - 1]
+    )
+
+
+def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Spread:
+    """Of measurements taken side by side, round by round."""
+    return spread([top / bottom for top, bottom in zip(numerators, denominators, strict=True)])
