@@ -39,10 +39,14 @@ def count(given: int, expected: int, name: str, what: str) -> None:
         raise ArgumentError(f"{name}: expected {expected} {what}, one for each rank, got {given}")
 
 
+def flat(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as a flat view. A tensor of one element may be contiguous and have any stride."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
 def readable(tensor: Tensor) -> Tensor:
     """Flat and contiguous, for reading only."""
-    tensor = tensor.detach()
-    return tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1)
+    return flat(tensor.detach().contiguous())
 
 
 def as_bytes(flat: Tensor) -> Tensor:
@@ -58,10 +62,10 @@ class Landing:
         tensor = tensor.detach()
         if tensor.is_contiguous():
             self._home: Tensor | None = None
-            self.flat = tensor.view(-1)
+            self.flat = flat(tensor)
         else:
             self._home = tensor
-            self.flat = (tensor.contiguous() if filled else torch.empty(tensor.shape, dtype=tensor.dtype)).view(-1)
+            self.flat = flat(tensor.contiguous() if filled else torch.empty(tensor.shape, dtype=tensor.dtype))
 
     def land(self) -> None:
         if self._home is not None:
@@ -83,7 +87,7 @@ def splits(given: Sequence[int] | None, size: int, rows: int, name: str) -> list
 def cut(tensor: Tensor, rows: Sequence[int]) -> list[Tensor]:
     """A contiguous tensor cut along its first dimension, as flat views."""
     width = tensor.numel() // tensor.shape[0] if tensor.dim() and tensor.shape[0] else 0
-    return list(tensor.view(-1).split([n * width for n in rows]))  # type: ignore[no-untyped-call]
+    return list(flat(tensor).split([n * width for n in rows]))  # type: ignore[no-untyped-call]
 
 
 def seconds(timeout: timedelta | None, default_s: float) -> float:

@@ -106,7 +106,8 @@ def reduce_scatter(
     nbytes = output.numel() * output.element_size()
     if own.numel() != output.numel():
         raise ValueError(f"reduce_scatter: our own part has {own.numel()} elements but the output {output.numel()}")
-    _fold_streams(Streams(call, offered, dict.fromkeys(mesh.others, nbytes)), own, output, op)
+    wanted = dict.fromkeys(mesh.others, nbytes)
+    _fold_streams(Streams(call, offered, wanted, shares=len(mesh.others)), own, output, op)
 
 
 def _fold_streams(streams: Streams, own: Tensor, output: Tensor, op: str) -> None:

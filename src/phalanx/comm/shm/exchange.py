@@ -37,11 +37,15 @@ class Streams:
     """The streams of one call, from the entry packets to the closing ones.
 
     `outgoing[i]` is what local peer `i` may read, as flat bytes; `expected[i]` is how many bytes we want from it. A
-    peer in neither is not talked to; both sides must see the pair alike.
+    peer in neither is not talked to; both sides must see the pair alike. `shares` fixes into how many parts a staging
+    slot is divided, where all ranks must use windows of one length; else there is a part for each stream staged.
     """
 
-    def __init__(self, call: Call, outgoing: Mapping[int, Tensor], expected: Mapping[int, int]) -> None:
+    def __init__(
+        self, call: Call, outgoing: Mapping[int, Tensor], expected: Mapping[int, int], *, shares: int = 0
+    ) -> None:
         self.call = call
+        self._shares = shares
         self._mesh = call.mesh
         self._peers = sorted(outgoing.keys() | expected.keys())
         self._staged: list[Tensor] = []
@@ -80,7 +84,7 @@ class Streams:
                     staged[id(stream)] = len(self._staged)
                     self._staged.append(stream)
         if staged:
-            self._window = SLOT_BYTES // len(staged) // _ALIGN * _ALIGN
+            self._window = SLOT_BYTES // (self._shares or len(staged)) // _ALIGN * _ALIGN
         for stream in outgoing.values():
             number = staged.get(id(stream))
             if number is not None:
