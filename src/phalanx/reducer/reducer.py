@@ -534,8 +534,8 @@ class Reducer:
             try:
                 for action in self.on_report:
                     action(report)
-            except PhalanxError as error:
-                self._break(error)
+            except PhalanxError as error:  # all ranks compare at this point: each finds out by itself
+                self._break(error, tell=False)
                 raise
 
     def _check_not_broken(self) -> None:
@@ -548,12 +548,12 @@ class Reducer:
         self.stats.steps += 1
         raise error
 
-    def _break(self, error: PhalanxError) -> None:
+    def _break(self, error: PhalanxError, *, tell: bool = True) -> None:
         """This rank did not come to the end of what all ranks share, and no longer knows where the others are."""
         if self.bucket_hook is not None and isinstance(error, PeerFailedError):
             return
         self._broken = copy.copy(error)  # without its traceback, which leads to the model: a circle through its hooks
-        if not isinstance(error, PeerLostError | GroupAbortedError):
+        if tell and not isinstance(error, PeerLostError | GroupAbortedError):
             self.group.post_failure("", str(error))
 
     def reset(self) -> None:
@@ -916,7 +916,11 @@ class Reducer:
         entries = [TensorEntry.of(slot.name, slot.parameter, "parameter") for slot in self.slots]
         # Ranks where nothing changed do not come here: they wait in this step, and read this there.
         self.group.post_failure(self.topic, f"its parameters changed, and not here: {self.layout.first_change()}")
-        verify_same(self.group, entries, timeout_s=AGREE_WITHIN_S)
+        try:
+            verify_same(self.group, entries, timeout_s=AGREE_WITHIN_S)
+        except PhalanxError as error:
+            self._break(error, tell=False)
+            raise
         self.replan(reason="parameters changed dtype, shape or device")
 
     def _drain(self) -> None:
