@@ -60,7 +60,7 @@ def assert_gradients(model: nn.Module, expected: dict[str, torch.Tensor | None],
 
 
 def check_steps(model: nn.Module, reference: nn.Module, loss: Loss, *, steps: int = 4) -> None:
-    """Gradients equal the average, in the first step, in the re-planned second and in those that know what to expect."""
+    """Gradients equal the average: in the first step, in the re-planned second, in those that know what to expect."""
     rank = dist.get_rank()
     for step in range(steps):
         model.zero_grad()
@@ -76,3 +76,8 @@ def equal_on_all_ranks(tensor: torch.Tensor) -> bool:
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, tensor.detach().contiguous())
     return all(torch.equal(parts[0], part) for part in parts)
+
+
+def flush_engine() -> None:
+    """Run an empty backward pass: after one that raised in a hook, torch's engine holds the rest of its graph till then."""
+    torch.zeros((), requires_grad=True).backward()
