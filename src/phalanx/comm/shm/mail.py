@@ -10,15 +10,18 @@ from __future__ import annotations
 import select
 import socket
 import struct
+import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from phalanx.comm.shm import event_loop
+from phalanx.comm.shm.blame import Whereabouts
 from phalanx.comm.shm.failure import Failure, Fate
 from phalanx.comm.shm.peer import Peer, how_it_ended
 
-GOODBYE, FAILURE, LETTER, OFFER, ACCEPT, DATA, TAKEN, REFUSE = range(8)
+GOODBYE, FAILURE, ASK, ANSWER, LETTER, OFFER, ACCEPT, DATA, TAKEN, REFUSE = range(10)
 MAIL = struct.Struct("<BxHIqQQ")  # kind, length of the text, slot, tag, number of the send, length in bytes
 MAX_LETTER = 32 * 1024
 _PACKET = MAX_LETTER + 8192
@@ -50,6 +53,9 @@ class Mail:
         self._peers = {peer.rank: peer for peer in peers.values()}
         self._fate = fate
         self._backlog: dict[int, deque[bytes]] = {rank: deque() for rank in self._peers}
+        self._answers: dict[int, Whereabouts] = {}
+        self._answered = threading.Condition()
+        self.whereabouts: Callable[[], Whereabouts] = lambda: Whereabouts(0, "", False, -1)
         self._closed = False
         self.loop = event_loop.retain()
         self.deliver: Callable[[int, Packet], None] = lambda rank, packet: None
@@ -106,6 +112,18 @@ class Mail:
         for peer in self._peers.values():
             self._send_now(peer, raw)
 
+    def ask_all(self, timeout_s: float) -> dict[int, Whereabouts]:
+        """Where every local peer is. Those that do not answer in time are not in the result."""
+        deadline = time.monotonic() + timeout_s
+        with self._answered:
+            self._answers = {}
+            for peer in self._peers.values():
+                self._send_now(peer, Packet(ASK).pack())
+            self._answered.wait_for(
+                lambda: len(self._answers) == len(self._peers), timeout=max(deadline - time.monotonic(), 0)
+            )
+            return dict(self._answers)
+
     def _send_now(self, peer: Peer, raw: bytes) -> None:
         try:
             peer.mail.send(raw, socket.MSG_DONTWAIT)
@@ -146,6 +164,12 @@ class Mail:
                 self._fate.goodbye(peer.rank, packet.text)
             elif packet.kind == FAILURE:
                 self._fate.fail(Failure.decode(packet.body))
+            elif packet.kind == ASK:
+                self._send_now(peer, Packet(ANSWER, body=self.whereabouts().encode()).pack())
+            elif packet.kind == ANSWER:
+                with self._answered:
+                    self._answers[peer.rank] = Whereabouts.decode(packet.body)
+                    self._answered.notify_all()
             else:
                 self.deliver(peer.rank, packet)
 

@@ -10,13 +10,14 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from phalanx.comm.shm import wire
 from phalanx.comm.shm.arena import Arena
+from phalanx.comm.shm.blame import Whereabouts, blame
 from phalanx.comm.shm.failure import Failure, Fate
 from phalanx.comm.shm.peer import Peer
 
@@ -25,6 +26,7 @@ _PACKET = wire.HEAD.size + wire.MAX_SIGNATURE + 1024  # enough of any packet to 
 _MAX_WAIT_S = 10.0**8
 _SPIN_S = 100e-6  # waking a sleeping thread costs about as much as this
 _ONCE = socket.MSG_DONTWAIT
+_ASK_S = 0.3  # how long a healthy process may take to say where it is
 
 
 class Mesh:
@@ -41,6 +43,10 @@ class Mesh:
         # Asking again beats sleeping, but only with a core for each rank, and not on a thread beside one that computes.
         self.may_spin = len(os.sched_getaffinity(0)) >= self.size
         self.spinning = False
+        self.inside = False  # a call runs
+        self._last = b""
+        self._waits_for = -1
+        self.ask_all: Callable[[float], Mapping[int, Whereabouts]] = lambda timeout_s: {}
         self._peers = peers
         self._socks = {i: peer.calls for i, peer in peers.items()}
         self._wait_s: float | None = None
@@ -57,7 +63,15 @@ class Mesh:
         if self._wait_s != timeout_s:
             self._set_wait(timeout_s)
             self._wait_s = timeout_s
+        self._last = signature
+        self._waits_for = -1
         return Call(self, self.seq, signature, timeout_s)
+
+    def whereabouts(self) -> Whereabouts:
+        """For a peer that asks, from any thread."""
+        call = f"{self._last.decode()} #{self.seq}" if self.seq else ""
+        waits_for = self.ranks[self._waits_for] if self._waits_for >= 0 else -1
+        return Whereabouts(self.seq, call, self.inside, waits_for)
 
     def _set_wait(self, seconds: float, only: int | None = None) -> None:
         seconds = min(max(seconds, 1e-6), _MAX_WAIT_S)
@@ -189,6 +203,7 @@ class Call:
 
     def _mind_deadline(self, index: int) -> None:
         """Waits begin with the whole time allowed; once a good part of it has passed, with what is left."""
+        self.mesh._waits_for = index
         spent = time.monotonic() - self._began
         if not self._deadline and spent < 0.05 * self.timeout_s:
             return
@@ -206,15 +221,15 @@ class Call:
         return mesh.fate.fail(failure).error(rank=mesh.fate.rank, group=mesh.fate.group)
 
     def _timed_out(self, index: int) -> Exception:
-        rank, waited = self.mesh.ranks[index], f"{self.timeout_s * 1000:.0f}ms"
-        return self.fail(
-            Failure(
-                "timeout",
-                rank,
-                f"Timed out waiting {waited} for rank {rank} in {self}: after this timeout it has neither answered nor "
-                f"died. It may be stopped, busy, or have made no such call; a longer timeout helps a slow rank only",
-            )
-        )
+        mesh = self.mesh
+        answers = mesh.ask_all(_ASK_S)
+        known = mesh.fate.failure  # a death or an abort that came to light meanwhile says more than a timeout
+        if known is not None:
+            return known.error(rank=mesh.fate.rank, group=mesh.fate.group)
+        rank, doing = blame(mesh.ranks[index], self.seq, mesh.fate.rank, answers)
+        waited = f"{self.timeout_s * 1000:.0f}ms"
+        text = f"Timed out waiting {waited} for rank {rank} in {self} after its timeout passed: {doing}"
+        return self.fail(Failure("timeout", rank, text))
 
     def mismatch(self, index: int, theirs: str, ours: str | None = None) -> Exception:
         """Both calls, in the order of ranks, so that every rank shows the same text."""

@@ -67,6 +67,7 @@ class PhalanxGroup(Operations, ProcessGroup):  # type: ignore[misc]
             self._arena.attach(arena.STAGING, i, fd)
         self._mesh = Mesh(index[rank], self._home, peers, self._arena, self._fate)
         self._mail = Mail(peers, self._fate)
+        self._mail.whereabouts, self._mesh.ask_all = self._mesh.whereabouts, self._mail.ask_all
         self._post_office = p2p.PostOffice(self._mail, self._arena, self._fate, locals=self._home)
         self._fate.on_failure(lambda _: self._arena.isolate())
         self._engine = Engine(name)
@@ -158,7 +159,9 @@ class PhalanxGroup(Operations, ProcessGroup):  # type: ignore[misc]
         span = open_span(f"{NAME}:{name}", inputs)
 
         def guarded(inline: bool) -> None:
-            self._mesh.spinning = inline and self._mesh.may_spin
+            mesh = self._mesh
+            mesh.spinning = inline and mesh.may_spin
+            mesh.inside = True
             try:
                 act(timeout_s)
             except BaseException as error:
@@ -166,6 +169,8 @@ class PhalanxGroup(Operations, ProcessGroup):  # type: ignore[misc]
                     cause = f"rank {self._rank} failed in {name}: {type(error).__name__}: {error}"
                     self._fate.fail(Failure("failed", self._rank, cause))
                 raise
+            finally:
+                mesh.inside = False
 
         self._engine.run(work, guarded, inline=span is None and not is_async(opts), span=span)
         if self._coalescing is not None:
