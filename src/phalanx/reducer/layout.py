@@ -37,6 +37,7 @@ class Layout:
             ParameterSpec.of(slot.name, slot.parameter, sparse=is_sparse)
             for slot, is_sparse in zip(slots, sparse, strict=True)
         ]
+        self._refs = [slot.ref for slot in self.slots]
         self.order = list(order)
         self.pointers = self.current_pointers()
         planned = plan_buckets(self.specs, order, policy, from_the_end=from_the_end)
@@ -55,6 +56,7 @@ class Layout:
                 slot.index = index
             for place, slot in enumerate(bucket.slots):
                 slot.bucket = bucket
+                slot.shown = _NOTHING
                 if not spec.sparse:
                     slot.view = bucket.views[place]
                     slot.shown = slot.view.detach()
@@ -67,11 +69,19 @@ class Layout:
         )
         self.launches = LaunchOrder(len(self.buckets))
         self._dense = [slot for slot in self.slots if not slot.bucket.spec.sparse]
+        self._sparse = [slot for slot in self.slots if slot.bucket.spec.sparse]
+        self._dense_refs = [slot.ref for slot in self._dense]
         self._shown = [slot.shown for slot in self._dense]
         self._addresses = list(map(torch.Tensor.data_ptr, self._shown))
 
     def current_pointers(self) -> list[int]:
-        return [slot.parameter.data_ptr() for slot in self.slots]
+        return [-1 if (parameter := ref()) is None else parameter.data_ptr() for ref in self._refs]
+
+    def hand_out(self) -> None:
+        """Make every dense gradient the view of its bucket: the end of a step in which all was used."""
+        for ref, shown in zip(self._dense_refs, self._shown, strict=True):
+            if (parameter := ref()) is not None:
+                parameter.grad = shown
 
     def still_fits(self) -> bool:
         """Whether each parameter still has the shape, dtype and device it was planned with; cheap when nothing moved."""
@@ -96,7 +106,14 @@ class Layout:
         """Expect what earlier passes had; `certain` means that a wrong guess is the user's error, not to be mended."""
         if list(map(torch.Tensor.data_ptr, self._shown)) != self._addresses:
             self._show_anew()
-        for slot in self.slots:
+        for slot in self._dense:
+            if slot.expected == 1:  # written out: this runs for every parameter in every step
+                slot.left = 1
+                slot.hot = True
+                slot.seen = 0
+            else:
+                slot.start_step(certain=certain)
+        for slot in self._sparse:
             slot.start_step(certain=certain)
         for bucket in self.buckets:
             bucket.start_step()

@@ -159,6 +159,7 @@ class Reducer:
         self._weight: float | None = None
         self._weight_unit = 1.0  # about the mean weight in the last weighted step: large numbers overflow half precision
         self._mode: Mode | None = None
+        self._irregular = False  # whether some parameter of this step did not arrive once, as it did before
         self._pass = _NO_PASS
         self._broken: PhalanxError | None = None
         self._draining: list[Work] = []
@@ -332,7 +333,7 @@ class Reducer:
                 if slot.bucket.spec.sparse:
                     work, total = self.group.all_reduce_sparse(self._as_sparse(slot, gradient) * share)
                     work.wait()
-                    slot.parameter.grad = total()
+                    slot.parameter.grad = slot.shown = total()
                     continue
                 whole = torch.zeros_like(slot.view) if gradient is None else gradient.to_dense() * share
                 whole = whole.contiguous()
@@ -385,7 +386,7 @@ class Reducer:
         if slot.parameter.grad is None:
             return
         if self._mode is Mode.KEEP:
-            slot.dirty = True
+            slot.dirty = self._irregular = True
             return
         with torch.no_grad():
             self._accept(slot)
@@ -415,6 +416,7 @@ class Reducer:
 
     def _accept_unexpected(self, slot: ParameterSlot) -> None:
         """More arrivals than earlier passes had: into the bucket if it is still here, else into a second round."""
+        self._irregular = True
         if self.options.static and self.stats.steps > 0:
             self.graph_changed = True
             self._raise_in_hook(
@@ -486,9 +488,10 @@ class Reducer:
 
     def _begin_step(self) -> None:
         self._drain()
+        change = None if self.layout.still_fits() else self.layout.first_change()
         self._apply_agreed_order()
-        if not self.layout.still_fits():
-            self._replan_for_new_layout()
+        if change is not None:
+            self._replan_for_new_layout(change)
         self._mode = Mode.SYNC
         weight = 1.0 if self._weight is None else self._weight / self._weight_unit
         averages = self.group.averages and self._weight is None and self.divisor is None
@@ -601,6 +604,9 @@ class Reducer:
         if self._mode is Mode.SYNC:
             self.abandon() if self.options.settle_unused else self.reset()
         self._check_not_broken()
+        for slot in self.slots:  # what no reduction has left there came from elsewhere: it is this rank's own
+            if slot.parameter.grad is not None and slot.parameter.grad is not slot.shown:
+                slot.dirty = True
         with torch.no_grad():
             self._begin_step()
         self._complete_step()
@@ -623,6 +629,7 @@ class Reducer:
             self.layout.launches.mark_ready(bucket.index)
 
     def _settle_slot(self, slot: ParameterSlot) -> None:
+        self._irregular = True
         gradient = slot.parameter.grad
         if slot.seen:  # fewer arrivals than before; what has come counts
             if self.options.placement is not Placement.OWNED:
@@ -720,8 +727,10 @@ class Reducer:
         layout = self.layout
         if not layout.rides:
             self._launch(backward_is_over=True)
-        used = None if all(slot.seen for slot in layout.slots) else [slot.seen > 0 for slot in layout.slots]
-        late = [bucket.index for bucket in self.buckets if any(slot.late is not None for slot in bucket.slots)]
+        used, late = None, []
+        if self._irregular or flags & Flag.FAILED:
+            used = None if all(slot.seen for slot in layout.slots) else [slot.seen > 0 for slot in layout.slots]
+            late = [bucket.index for bucket in self.buckets if any(slot.late is not None for slot in bucket.slots)]
         weight = 1.0 if self._weight is None else self._weight
         assert layout.control_tensor is not None
         layout.control.write(layout.control_tensor, used=used, late=late, weight=weight, flags=flags)
@@ -752,6 +761,9 @@ class Reducer:
         for index in report.late:
             self._second_round(self.buckets[index])
         self._apply_weights(report)
+        for bucket in self.buckets:
+            if bucket.spec.sparse and (gradient := bucket.slots[0].parameter.grad) is not None:
+                bucket.slots[0].shown = gradient
         unused = self._hand_out(report.used)
         self._learn(report)
         self.stats.steps += 1
@@ -847,9 +859,7 @@ class Reducer:
         """Put the averages where the user looks for them; returns the names of what no rank used."""
         copy = self.options.placement is Placement.COPY
         if used is None and not copy:
-            for slot in self.slots:
-                if not slot.bucket.spec.sparse:
-                    slot.parameter.grad = slot.shown
+            self.layout.hand_out()
             return ()
         unused = []
         targets, sources = [], []
@@ -881,13 +891,14 @@ class Reducer:
 
     def _learn(self, report: Report) -> None:
         """Expect next time what came this time; and agree, once, on the order in which gradients arrive."""
-        for slot in self.slots:
+        for slot in self.slots if self._irregular else ():
             slot.dirty = False
             slot.stale = None
             if slot.seen != slot.expected:
                 if self.stats.steps > 0 and (slot.seen == 0) != (slot.expected == 0):
                     self.stats.graph_is_static = False
                 slot.expected = slot.seen
+        self._irregular = False
         if self.arrivals is None:
             return
         seen, self.arrivals = self.arrivals, None
@@ -911,11 +922,11 @@ class Reducer:
         self.replan(order=order, reason="the order in which gradients arrived")
         self.has_replanned = self.replanned_unseen = True
 
-    def _replan_for_new_layout(self) -> None:
+    def _replan_for_new_layout(self, change: str) -> None:
         """Parameters were cast, moved or resized in place. Ranks must have done so alike: they compare before going on."""
         entries = [TensorEntry.of(slot.name, slot.parameter, "parameter") for slot in self.slots]
         # Ranks where nothing changed do not come here: they wait in this step, and read this there.
-        self.group.post_failure(self.topic, f"its parameters changed, and not here: {self.layout.first_change()}")
+        self.group.post_failure(self.topic, f"its parameters changed, and not here: {change}")
         try:
             verify_same(self.group, entries, timeout_s=AGREE_WITHIN_S)
         except PhalanxError as error:
