@@ -9,8 +9,8 @@ import hypothesis.strategies as st
 import pytest
 import torch
 import torch.distributed as dist
-from tests.ranks.shm.cases import FLOATS, INTEGERS, MOVING, REDUCING, Case, compare, ops_for, perform, start
 from hypothesis import HealthCheck, Phase, given, settings
+from tests.ranks.shm.cases import FLOATS, INTEGERS, MOVING, REDUCING, Case, compare, ops_for, perform, start
 
 from phalanx.comm import shm
 from phalanx.testing import run_ranks

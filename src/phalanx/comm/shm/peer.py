@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import select
 import signal
 import socket
 import struct
@@ -67,9 +68,7 @@ def open_pidfd(sock: socket.socket) -> int | None:
 
 def how_it_ended(pid: int, pidfd: int | None) -> str:
     """In words, where it can be known: of a zombie from /proc, of a reaped process from its descriptor."""
-    status = _reaped_status(pidfd) if pidfd is not None else None
-    if status is None:
-        status = _zombie_status(pid)
+    status = _status(pid, pidfd)
     if status is None:
         return "its exit status is not known"
     if os.WIFSIGNALED(status):
@@ -79,6 +78,20 @@ def how_it_ended(pid: int, pidfd: int | None) -> str:
         except ValueError:
             return f"killed by signal {number}"
     return f"exit status {os.WEXITSTATUS(status)}"
+
+
+def _status(pid: int, pidfd: int | None) -> int | None:
+    reaped = select.poll()
+    if pidfd is not None:
+        reaped.register(pidfd, 0)  # it hangs up when the parent has collected the status
+    for wait_ms in (0, 0, 20, 50):  # a process may be collected between the two looks
+        status = _reaped_status(pidfd) if pidfd is not None else None
+        if status is None:
+            status = _zombie_status(pid)
+        if status is not None:
+            return status
+        reaped.poll(wait_ms)
+    return None
 
 
 def _reaped_status(pidfd: int) -> int | None:
