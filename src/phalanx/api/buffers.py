@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from phalanx.comm.coalesced import pieces
-from phalanx.comm.group import Group
+from phalanx.comm.group import Group, Work
 from phalanx.reducer.unused import Flag, Report
 
 BufferPolicy = Literal["rank0", "mean", "none"]
+_Table = dict[str, torch.Tensor | None]
 _PIECE_BYTES = 25 * 1024 * 1024
 
 
@@ -34,6 +35,13 @@ class BufferSync:
         self._group = group
         self._policy = policy
         self._ignored = ignored
+        self.remember(module)
+
+    def remember(self, module: nn.Module) -> None:
+        """Where buffers are registered: looked up once, since walking a large module takes longer than its buffers."""
+        self._tables = [
+            (f"{prefix}." if prefix else "", submodule._buffers) for prefix, submodule in module.named_modules()
+        ]
 
     def flags(self) -> Flag:
         module = self._module()
@@ -42,34 +50,44 @@ class BufferSync:
     def after_step(self, report: Report) -> None:
         if self._policy == "none" or self._group.size == 1 or not report.ranks_with(Flag.TRAINING):
             return
-        module = self._module()
-        if module is None:
+        places = self._places()
+        if not places:
             return
-        places: dict[int, tuple[torch.Tensor, list[tuple[nn.Module, str]]]] = {}
-        for prefix, submodule in module.named_modules():
-            for key, buffer in submodule._buffers.items():
-                name = f"{prefix}.{key}" if prefix else key
-                if buffer is not None and name not in self._ignored:
-                    places.setdefault(id(buffer), (buffer, []))[1].append((submodule, key))
         with torch.no_grad():
-            for piece in pieces([buffer for buffer, _ in places.values()], _PIECE_BYTES):
-                for old, new in zip(piece, self._synchronised(piece), strict=True):
-                    for submodule, key in places[id(old)][1]:
-                        submodule._buffers[key] = new
+            # All are started before the first is waited for: each is small, and the wire's latency is paid once.
+            started = [
+                (piece, *self._start(piece))
+                for piece in pieces([buffer for buffer, _ in places.values()], _PIECE_BYTES)
+            ]
+            for piece, flat, work in started:
+                work.wait()
+                for old, new in zip(piece, self._unpacked(piece, flat), strict=True):
+                    for table, key in places[id(old)][1]:
+                        table[key] = new
 
-    def _synchronised(self, piece: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _places(self) -> dict[int, tuple[torch.Tensor, list[tuple[_Table, str]]]]:
+        """Each buffer once, by identity, with every place where it is registered."""
+        found: dict[int, tuple[torch.Tensor, list[tuple[_Table, str]]]] = {}
+        for prefix, table in self._tables:
+            for key, buffer in table.items():
+                if buffer is not None and f"{prefix}{key}" not in self._ignored:
+                    found.setdefault(id(buffer), (buffer, []))[1].append((table, key))
+        return found
+
+    def _averages(self, flat: torch.Tensor) -> bool:
+        return self._policy == "mean" and (flat.is_floating_point() or flat.is_complex())
+
+    def _start(self, piece: list[torch.Tensor]) -> tuple[torch.Tensor, Work]:
         flat = torch.cat([buffer.detach().reshape(-1) for buffer in piece])
-        averaged = self._policy == "mean" and (flat.is_floating_point() or flat.is_complex())
-        if averaged:
-            self._group.all_reduce(flat).wait()
+        return flat, self._group.all_reduce(flat) if self._averages(flat) else self._group.broadcast(flat, 0)
+
+    def _unpacked(self, piece: list[torch.Tensor], flat: torch.Tensor) -> list[torch.Tensor]:
+        if self._averages(flat):
             flat.div_(self._group.size)
-        else:
-            self._group.broadcast(flat, 0).wait()
-            if self._group.rank == 0:
-                return piece
+        elif self._group.rank == 0:
+            return piece
         parts = flat.split([buffer.numel() for buffer in piece])
         # Each in memory of its own, laid out as before: one that a user keeps must not keep the others.
         return [
-            torch.empty_like(buffer).copy_(part.view(buffer.shape))
-            for buffer, part in zip(piece, parts, strict=True)
+            torch.empty_like(buffer).copy_(part.view(buffer.shape)) for buffer, part in zip(piece, parts, strict=True)
         ]

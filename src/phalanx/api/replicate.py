@@ -109,7 +109,7 @@ def _problem_with(module: nn.Module, ignored: frozenset[str]) -> Exception | Non
     unknown = sorted(ignored - every_name)
     if unknown:
         return ValueError(f"ignore names what the module does not have: {', '.join(unknown)}")
-    held = {id(p): other for other, replica in _replicas.items() for p in replica.parameters()}
+    held = {id(p): replica for replica in optimizer_watch.watched() for p in replica.parameters()}
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             return ValueError(
@@ -123,9 +123,8 @@ def _problem_with(module: nn.Module, ignored: frozenset[str]) -> Exception | Non
                 "materialise the module (to_empty and initialise, or load a state_dict) before replicating it"
             )
         if id(parameter) in held:
-            whose = "this module" if held[id(parameter)] is module else f"a {type(held[id(parameter)]).__name__}"
             return ValueError(
-                f"parameter {name} is already replicated, as part of {whose}: "
+                f"parameter {name} is already replicated, as part of {held[id(parameter)].described(module)}: "
                 "replicate each parameter once, or call phalanx.unreplicate first"
             )
     if not named_trained_parameters(module, ignored.__contains__):
@@ -176,8 +175,19 @@ class Replica:
         optimizer_watch.watch(self)
 
     def parameters(self) -> list[nn.Parameter]:
-        """Those that still exist: a replica whose module is gone may wait a while for the garbage collector."""
-        return [parameter for slot in self.reducer.slots if (parameter := slot.ref()) is not None]
+        """Those that are averaged, and those that the module holds by now; they differ where it was changed.
+
+        Only what still exists: a replica whose module is gone may wait a while for the garbage collector.
+        """
+        module = self._module()
+        known = [parameter for slot in self.reducer.slots if (parameter := slot.ref()) is not None]
+        return known if module is None else [*known, *module.parameters()]
+
+    def described(self, asking: nn.Module) -> str:
+        module = self._module()
+        if module is None:
+            return "a module that is gone, but not its parameters"
+        return "this module" if module is asking else f"a {type(module).__name__}"
 
     def takes_part(self) -> bool:
         """Whether an optimizer's step without a synchronised pass means that this rank still owes the others a step."""
@@ -213,8 +223,9 @@ class Replica:
         verify_same(self.group, _entries(module, self._ignored), problem=problem)
         if problem is not None:
             raise ReducerStateError(problem, rank=self.group.rank, step=self.reducer.stats.steps, parameters=added)
-        known = {id(parameter) for parameter in self.parameters()}
+        known = {id(slot.ref()) for slot in self.reducer.slots}
         watch.remember(module)
+        self.buffers.remember(module)
         named = named_trained_parameters(module, self._ignored.__contains__)
         self.reducer.replan(named, sparse=expects_sparse(module, named), reason="parameters were frozen or replaced")
         missed = [slot.index for slot in self.reducer.slots if id(slot.parameter) not in known]

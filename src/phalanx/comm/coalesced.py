@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from phalanx.comm.group import Group
+from phalanx.comm.group import Group, Work
 
 PIECE_BYTES = 64 * 1024 * 1024
 
@@ -18,12 +19,25 @@ def broadcast_coalesced(
     if group.size == 1:
         return
     with torch.no_grad():
+        started: deque[_Started] = deque()
         for piece in pieces(tensors, piece_bytes):
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in piece])
-            group.broadcast(flat, source).wait()
-            if group.rank != source:
-                for tensor, part in zip(piece, flat.split([tensor.numel() for tensor in piece]), strict=True):
-                    tensor.detach().copy_(part.view(tensor.shape))
+            started.append((group.broadcast(flat, source), flat, piece))
+            if len(started) > 1:  # two at a time: one is on the wire while the other is packed or unpacked
+                _finish(started.popleft(), keep=group.rank == source)
+        while started:
+            _finish(started.popleft(), keep=group.rank == source)
+
+
+_Started = tuple[Work, torch.Tensor, list[torch.Tensor]]
+
+
+def _finish(started: _Started, *, keep: bool) -> None:
+    work, flat, piece = started
+    work.wait()
+    if not keep:
+        for tensor, part in zip(piece, flat.split([tensor.numel() for tensor in piece]), strict=True):
+            tensor.detach().copy_(part.view(tensor.shape))
 
 
 def pieces(tensors: Iterable[torch.Tensor], piece_bytes: int) -> Iterator[list[torch.Tensor]]:
