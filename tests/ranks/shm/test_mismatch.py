@@ -24,7 +24,10 @@ def _calls(name: str, rank: int) -> tuple[Call, list[str]]:
     t = torch.ones(4)
     big = torch.ones(50_000)
     if name == "collective":
-        return (lambda: dist.barrier()) if odd else (lambda: dist.all_reduce(t)), ["barrier", "all_reduce(sum) float32[4]"]
+        return (lambda: dist.barrier()) if odd else (lambda: dist.all_reduce(t)), [
+            "barrier",
+            "all_reduce(sum) float32[4]",
+        ]
     if name == "shape":
         return lambda: dist.all_reduce(torch.ones(5) if odd else t), ["float32[5]", "float32[4]"]
     if name == "large shape":
@@ -50,9 +53,13 @@ def _calls(name: str, rank: int) -> tuple[Call, list[str]]:
 def _disagree(name: str) -> None:
     dist.barrier()
     call, shown = _calls(name, dist.get_rank())
-    with pytest.raises(MismatchError) as caught:
+
+    def call_and_meet() -> None:
         call()
         dist.barrier()  # a rank whose part was over before the others noticed learns of it here
+
+    with pytest.raises(MismatchError) as caught:
+        call_and_meet()
     for text in [*shown, "rank 1", "#2"]:
         assert text in str(caught.value), f"{text!r} is not in {caught.value}"
     with pytest.raises(MismatchError):

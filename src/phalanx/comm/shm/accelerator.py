@@ -18,7 +18,7 @@ from phalanx.comm.shm.arguments import ArgumentError
 
 class Accelerator:
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
-        self._store = store
+        self._store: Store | None = store
         self._rank = rank
         self._size = size
         self._timeout = timeout
@@ -36,6 +36,8 @@ class Accelerator:
             )
         with self._lock:
             if self._group is None:
+                if self._store is None:
+                    raise RuntimeError("the group has been shut down")
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = self._timeout
                 self._group = dist.ProcessGroupNCCL(self._store, self._rank, self._size, options)
@@ -46,6 +48,9 @@ class Accelerator:
         self._timeout = timeout
         if self._group is not None:
             self._group._set_default_timeout(timeout)
+
+    def forget_store(self) -> None:
+        self._store = None
 
     def abort(self) -> None:
         if self._group is not None:

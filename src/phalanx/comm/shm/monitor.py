@@ -9,6 +9,8 @@ from torch._C._distributed_c10d import Store
 
 from phalanx.errors import CollectiveTimeoutError
 
+_VERDICT_S = 1.0  # rank 0 waits out its own timeout before it says who is missing
+
 
 class MonitoredBarrier:
     """Rank 0 waits for every other rank, then lets all go; or tells all who did not come."""
@@ -54,7 +56,7 @@ class MonitoredBarrier:
     def _follow(self, timeout_s: float) -> None:
         self._store.set(f"{self._number}/{self._rank}", "here")
         key = f"{self._number}/verdict"
-        if not self._came(key, timeout_s):
+        if not self._came(key, timeout_s + _VERDICT_S):
             text = (
                 f"Rank {self._rank} timed out in monitoredBarrier after {timeout_s * 1000:.0f} ms: no word from rank 0"
             )

@@ -43,7 +43,7 @@ class PhalanxGroup(Operations, ProcessGroup):  # type: ignore[misc]
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, *, name: str) -> None:
         ProcessGroup.__init__(self, rank, size)  # type: ignore[call-arg]
         self._rank, self._size = rank, size
-        self._store = store
+        self._store: Store | None = store
         self._group_name = name
         self._timeout_s = timeout.total_seconds()
         self._pid = os.getpid()
@@ -78,7 +78,9 @@ class PhalanxGroup(Operations, ProcessGroup):  # type: ignore[misc]
             if self._between is None
             else HierarchicalCollectives(self._mesh, self.hosts, self._between)
         )
-        self._monitor = monitor.MonitoredBarrier(PrefixStore("monitor/", store), rank, size)
+        self._monitor: monitor.MonitoredBarrier | None = monitor.MonitoredBarrier(
+            PrefixStore("monitor/", store), rank, size
+        )
         self._mail.open()
         census.enrol(self)
 
@@ -113,6 +115,8 @@ class PhalanxGroup(Operations, ProcessGroup):  # type: ignore[misc]
         return self if device.type == "cpu" else self._accelerator.group()
 
     def get_group_store(self) -> Store:
+        if self._store is None:
+            raise RuntimeError(f"group {self._group_name} has been shut down on rank {self._rank}")
         return self._store
 
     def _get_sequence_number_for_group(self) -> int:
@@ -148,6 +152,7 @@ class PhalanxGroup(Operations, ProcessGroup):  # type: ignore[misc]
         """A barrier that says who did not come, and leaves the group usable."""
         self._usable("monitored_barrier")
         timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()  # zero means: they are there or not
+        assert self._monitor is not None
         self._monitor.wait(timeout_s, wait_all_ranks=wait_all_ranks)
 
     # ---- running calls ---------------------------------------------------------------------------------------
@@ -304,6 +309,8 @@ class PhalanxGroup(Operations, ProcessGroup):  # type: ignore[misc]
         self._arena.close()
         if self._between is not None:
             self._between.close()
+        self._store = self._monitor = None  # whoever keeps this object must not keep the store's connection
+        self._accelerator.forget_store()
 
     def _last_words(self, cause: str | None) -> None:
         if self._closed:
