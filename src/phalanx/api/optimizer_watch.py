@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from phalanx.errors import UnsynchronizedStepError
@@ -26,11 +27,15 @@ class Watched(Protocol):
 
     reducer: Reducer
 
+    def parameters(self) -> list[Parameter]: ...
+
+    def has_changed(self) -> bool: ...
+
     def takes_part(self) -> bool: ...
 
 
 class _Seen(NamedTuple):
-    """What an optimizer had seen of a reducer when it last stepped."""
+    """What there was of a reducer's work when an optimizer last stepped."""
 
     steps: int
     kept: int
@@ -38,7 +43,9 @@ class _Seen(NamedTuple):
 
 _watched: weakref.WeakSet[Any] = weakref.WeakSet()
 _by_optimizer: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[weakref.ref[Any]]]] = weakref.WeakKeyDictionary()
-_seen: weakref.WeakKeyDictionary[Optimizer, dict[int, _Seen]] = weakref.WeakKeyDictionary()
+# Per optimizer, since two may share a module and each must find that the step was synchronised; and by any of them.
+_seen: weakref.WeakKeyDictionary[Optimizer, weakref.WeakKeyDictionary[Any, _Seen]] = weakref.WeakKeyDictionary()
+_seen_by_any: weakref.WeakKeyDictionary[Any, _Seen] = weakref.WeakKeyDictionary()
 _remove_hook: Callable[[], None] | None = None
 
 
@@ -49,6 +56,11 @@ def watch(replica: Watched) -> None:
     forget_optimizers()
     if _remove_hook is None:
         _remove_hook = register_optimizer_step_pre_hook(_before_step).remove
+
+
+def watched() -> list[Any]:
+    """All replicas there are: also those whose module was only a container for the call and is gone."""
+    return list(_watched)
 
 
 def unwatch(replica: Watched) -> None:
@@ -69,7 +81,7 @@ def _replicas_of(optimizer: Optimizer) -> list[weakref.ref[Any]]:
         found = [
             weakref.ref(replica)
             for replica in _watched
-            if any((parameter := slot.ref()) is not None and id(parameter) in held for slot in replica.reducer.slots)
+            if any(id(parameter) in held for parameter in replica.parameters())
         ]
         known = _by_optimizer[optimizer] = (size, found)
     return known[1]
@@ -84,12 +96,26 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
             continue
         replica.reducer.abandon_stale()
         stats = replica.reducer.stats
-        # Per optimizer: two of them may share a module, and each must find that the step was synchronised.
-        seen = _seen.setdefault(optimizer, {})
-        last = seen.get(id(replica), _Seen(0, 0))
-        if stats.steps == last.steps and stats.kept == last.kept:
+        seen = _seen.setdefault(optimizer, weakref.WeakKeyDictionary())
+        last = seen.get(replica) or _before_first_step(optimizer, replica)
+        if last == (stats.steps, stats.kept):
             _take_part(replica)
-        seen[id(replica)] = _Seen(stats.steps, stats.kept)
+        seen[replica] = _seen_by_any[replica] = _Seen(stats.steps, stats.kept)
+
+
+def _before_first_step(optimizer: Optimizer, replica: Watched) -> _Seen:
+    """An optimizer that has not stepped yet: it comes to an average that is there, or everyone awaits a new one.
+
+    One made for parameters that replaced all that were averaged finds neither: no pass over those was noticed.
+    """
+    if replica.has_changed():
+        return _Seen(replica.reducer.stats.steps, replica.reducer.stats.kept)
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for slot in replica.reducer.slots:
+        parameter = slot.ref()
+        if parameter is not None and id(parameter) in held and parameter.grad is slot.shown:
+            return _Seen(-1, -1)
+    return _seen_by_any.get(replica, _Seen(0, 0))
 
 
 def _take_part(replica: Watched) -> None:
@@ -120,5 +146,5 @@ def _take_part(replica: Watched) -> None:
 
 def _is_reduced(slot: ParameterSlot) -> bool:
     """Whether there is no gradient here but one that a reduction left: kept by the user, and the same everywhere."""
-    gradient = slot.parameter.grad
-    return gradient is None or slot.bucket.spec.sparse or gradient is slot.shown
+    gradient = getattr(slot.ref(), "grad", None)
+    return gradient is None or gradient is slot.shown

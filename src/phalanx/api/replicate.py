@@ -202,9 +202,12 @@ class Replica:
         return True
 
     def _flags(self) -> Flag:
+        return self.buffers.flags() | (Flag.CHANGED if self.has_changed() else Flag(0))
+
+    def has_changed(self) -> bool:
+        """Whether the module's parameters are not those that were agreed on in the last step."""
         module = self._module()
-        changed = module is not None and _watches[module].changed()
-        return self.buffers.flags() | (Flag.CHANGED if changed else Flag(0))
+        return module is not None and _watches[module].changed()
 
     def _after_change(self, report: Report) -> None:
         """Some rank's parameters are not what was agreed on. All ranks compare, and go on together or not at all."""

@@ -55,7 +55,7 @@ class ParameterSlot:
         self.ref = weakref.ref(parameter)
         self.bucket: Bucket
         self.view: torch.Tensor
-        # What users see as .grad: the same memory, another object, since they may point it elsewhere (`p.grad.data = …`).
+        # What users see as .grad: the same memory, another object, as they may point it elsewhere (`p.grad.data = …`).
         self.shown: torch.Tensor
         self.expected = 1  # arrivals in a backward pass, as far as earlier passes tell
         self.left = 1  # arrivals still to come in this pass

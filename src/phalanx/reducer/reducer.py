@@ -157,7 +157,7 @@ class Reducer:
         self.graph_changed = False
         """A static graph was found to have changed: nothing can be right any more."""
         self._weight: float | None = None
-        self._weight_unit = 1.0  # about the mean weight in the last weighted step: large numbers overflow half precision
+        self._weight_unit = 1.0  # about the mean weight in the last weighted step: large ones overflow half precision
         self._mode: Mode | None = None
         self._irregular = False  # whether some parameter of this step did not arrive once, as it did before
         self._pass = _NO_PASS
@@ -819,7 +819,7 @@ class Reducer:
         total = sum(report.weights)
         wrong = ""
         if missing:
-            wrong = f"ranks {weighted} gave a weight for this step and ranks {missing} did not: give one on all, or on none"
+            wrong = f"ranks {weighted} gave a weight for this step, ranks {missing} did not: give one on all, or on none"
         elif total <= 0:
             wrong = f"the weights of all ranks add up to {total:g}: at least one must be positive"
         if wrong:

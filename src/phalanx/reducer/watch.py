@@ -24,11 +24,16 @@ class ModuleWatch:
     def remember(self, module: nn.Module) -> None:
         self._tables: list[dict[str, Any]] = []
         self._keys: list[str] = []
-        self._held: list[nn.Parameter] = []
+        self._held: list[Any] = []
         self._names: list[str] = []
         self._sized: list[dict[str, Any]] = []
+        parameters: list[nn.Parameter] = []
         for prefix, submodule in module.named_modules():
             self._sized += [submodule._parameters, submodule._modules]
+            for key, child in submodule._modules.items():  # a whole submodule may be replaced, tables and all
+                self._tables.append(submodule._modules)
+                self._keys.append(key)
+                self._held.append(child)
             for key, parameter in submodule._parameters.items():
                 name = f"{prefix}.{key}" if prefix else key
                 if parameter is not None and not self._ignored(name):
@@ -36,13 +41,15 @@ class ModuleWatch:
                     self._keys.append(key)
                     self._held.append(parameter)
                     self._names.append(name)
+                    parameters.append(parameter)
         self._sizes = list(map(len, self._sized))
-        self._trained = [parameter.requires_grad for parameter in self._held]
+        self._parameters = parameters
+        self._trained = [parameter.requires_grad for parameter in parameters]
 
     def changed(self) -> bool:
         return not (
             all(map(operator.is_, map(dict.get, self._tables, self._keys), self._held))
-            and [parameter.requires_grad for parameter in self._held] == self._trained
+            and [parameter.requires_grad for parameter in self._parameters] == self._trained
             and list(map(len, self._sized)) == self._sizes
         )
 
