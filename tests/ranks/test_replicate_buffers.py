@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from tests.ranks.replicas import SMALL, batch, equal_on_all_ranks
 from torch import nn
 
 import phalanx as px
 from phalanx.testing import ranks
-from tests.ranks.replicas import SMALL, batch, equal_on_all_ranks
 
 
 def norm_net() -> nn.Sequential:

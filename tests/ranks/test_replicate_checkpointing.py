@@ -120,7 +120,7 @@ def test_two_modules_in_one_reentrant_pass() -> None:
             twin.zero_grad()
         (sum(loss(*twins, r, step) for r in range(2)) / 2).backward()
         for mine, theirs in zip(
-            [*first.parameters(), *second.parameters()], [*twins[0].parameters(), *twins[1].parameters()]
+            [*first.parameters(), *second.parameters()], [*twins[0].parameters(), *twins[1].parameters()], strict=True
         ):
             torch.testing.assert_close(mine.grad, theirs.grad)
 

@@ -5,11 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.utils.checkpoint import checkpoint
-
-import phalanx as px
-from phalanx.testing import ranks
 from tests.ranks.replicas import (
     SMALL,
     assert_gradients,
@@ -21,6 +16,11 @@ from tests.ranks.replicas import (
     mlp,
     plain_loss,
 )
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import phalanx as px
+from phalanx.testing import ranks
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -165,7 +165,9 @@ def test_sparse_gradients_add_up_and_are_kept() -> None:
     loss(model, rank, 1).backward()
     loss(model, rank, 2).backward()
     total = average_gradients(reference, lambda m, r, s: sum(loss(m, r, i) for i in range(3)), 0)  # type: ignore[arg-type]
-    torch.testing.assert_close(model.embed.weight.grad.to_dense(), total["embed.weight"].to_dense(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        model.embed.weight.grad.to_dense(), total["embed.weight"].to_dense(), rtol=1e-4, atol=1e-4
+    )
     torch.testing.assert_close(model.head.weight.grad, total["head.weight"], rtol=1e-4, atol=1e-4)
 
 

@@ -122,7 +122,8 @@ def test_gan_alternation_equals_one_process() -> None:
         one_g_step.zero_grad()
         (sum(g_loss(one_g, one_d, r, step) for r in range(2)) / 2).backward()
         one_g_step.step()
-        for mine, theirs in zip([*g.parameters(), *d.parameters()], [*one_g.parameters(), *one_d.parameters()]):
+        ours, wanted = [*g.parameters(), *d.parameters()], [*one_g.parameters(), *one_d.parameters()]
+        for mine, theirs in zip(ours, wanted, strict=True):
             torch.testing.assert_close(mine, theirs)
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from tests.ranks.replicas import SMALL, assert_gradients, average_gradients, batch, gradients, mlp, plain_loss
 from torch import nn
 
 import phalanx as px
 from phalanx.errors import ReducerStateError
 from phalanx.testing import ranks
-from tests.ranks.replicas import SMALL, assert_gradients, average_gradients, batch, gradients, mlp, plain_loss
 
 
 @ranks(3)
