@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from phalanx.errors import UnsynchronizedStepError
 from phalanx.reducer.bucket import ParameterSlot
-from phalanx.reducer.reducer import Reducer
+from phalanx.reducer.reducer import Placement, Reducer
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,9 @@ def _take_part(replica: Watched) -> None:
     reducer = replica.reducer
     if not replica.takes_part():
         return
-    unseen = [slot.name for slot in reducer.slots if not _is_reduced(slot)]
+    # Under torch's contract whatever lies in .grad counts, whoever put it there.
+    owned = reducer.options.placement is Placement.OWNED
+    unseen = [slot.name for slot in reducer.slots if owned and not _is_reduced(slot)]
     if unseen:
         error = UnsynchronizedStepError(
             f"the optimizer is about to step on gradients that were never averaged ({len(unseen)} parameters): they did "

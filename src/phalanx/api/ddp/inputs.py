@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -18,5 +19,8 @@ def to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, list):
         return [to_device(part, device) for part in value]
     if isinstance(value, dict):
-        return type(value)((key, to_device(part, device)) for key, part in value.items())
+        made = copy.copy(value)  # not by its type's constructor, which need not take items (defaultdict's does not)
+        for key, part in value.items():
+            made[key] = to_device(part, device)
+        return made
     return value

@@ -645,8 +645,14 @@ class _WatchedDDP:
         self.reducer = engine
         self._torch_reducer = reducer
 
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter for slot in self.reducer.slots if (parameter := slot.ref()) is not None]
+
+    def has_changed(self) -> bool:
+        return False  # torch's contract: the parameters are those of construction
+
     def takes_part(self) -> bool:
-        return self._torch_reducer.armed
+        return self._torch_reducer.owes_step
 
 
 def _new(cls: type) -> Any:

@@ -23,6 +23,8 @@ class TorchReducer:
     ) -> None:
         self.engine = engine
         self.armed = False
+        self.owes_step = False
+        """Whether a forward pass announced a step that has not taken place yet."""
         self._process_group = process_group
         self._find_unused = find_unused
         self._on_error = on_error
@@ -37,8 +39,8 @@ class TorchReducer:
     def _after_step(self) -> None:
         # torch's contract is one synchronised pass per forward. With unused parameters looked for, a further pass over
         # the same outputs may bring what the first did not, so there the gate stays open until the next forward.
-        if not self._find_unused:
-            self.armed = False
+        self.armed = self.armed and self._find_unused
+        self.owes_step = False
         futures, self._futures = self._futures, []
         for future in futures:
             future.wait()
@@ -56,13 +58,13 @@ class TorchReducer:
             work.wait()
             self.engine.divisor = None if by_initial_size else int(work.result()[0].item())
             self._joined = None
-        self.armed = True
+        self.armed = self.owes_step = True
         if self._find_unused:
             with torch.autograd.profiler.record_function("search_unused_parameters"):
                 pass
 
     def disarm(self) -> None:
-        self.armed = False
+        self.armed = self.owes_step = False
 
     def _check_reducer_finalized(self) -> None:
         """Raise, in torch's words and with the parameters' names, if the step before is not over."""
@@ -122,7 +124,7 @@ class TorchReducer:
 
     def _reset_state(self) -> None:
         self.engine.reset()
-        self.armed = False
+        self.disarm()
 
     def _update_process_group(self, process_group: dist.ProcessGroup) -> None:
         self._process_group = process_group
