@@ -106,13 +106,13 @@ class BetweenHosts:
     # ---- the users' point-to-point ---------------------------------------------------------------------------
 
     def send(self, tensor: Tensor, rank: int, tag: int) -> Work:
-        return self.everyone.send([readable(tensor)], rank, tag)  # type: ignore[no-any-return]
+        return _Message(self.everyone.send([readable(tensor)], rank, tag))
 
     def recv(self, tensor: Tensor, rank: int, tag: int) -> Work:
         place = Landing(tensor, filled=False)
         flats = [place.flat]
         inner = self.everyone.recv_anysource(flats, tag) if rank == ANY else self.everyone.recv(flats, rank, tag)
-        return _Receive(inner, place)
+        return _Message(inner, place)
 
     # ---- what goes wrong -------------------------------------------------------------------------------------
 
@@ -150,26 +150,30 @@ class BetweenHosts:
         self.everyone = None
 
 
-class _Receive(Work):
-    """Gloo's own work, and then the way home of a tensor that is not contiguous."""
+class _Message(Work):
+    """Gloo's own work, which may be waited for once, and then the way home of a tensor that is not contiguous."""
 
-    def __init__(self, inner: Any, place: Landing) -> None:
+    def __init__(self, inner: Any, place: Landing | None = None) -> None:
         super().__init__()
         self._inner = inner
-        self._place: Landing | None = place
+        self._place = place
+        self._lock = threading.Lock()
+        self._done = False
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        if timeout.total_seconds() > 0:
-            self._inner.wait(timeout)
-        else:
-            self._inner.wait()
-        if self._place is not None:
-            self._place.land()
-            self._place = None
+        with self._lock:
+            if not self._done:
+                self._inner.wait(*([timeout] if timeout.total_seconds() > 0 else []))
+                if self._place is not None:
+                    self._place.land()
+                self._done = True
         return True
 
     def is_completed(self) -> bool:
-        return self._place is None
+        return self._done
+
+    def is_success(self) -> bool:
+        return self._done
 
     def _source_rank(self) -> int:
         return int(self._inner._source_rank())
