@@ -159,6 +159,7 @@ class Reducer:
         self._weight: float | None = None
         self._weight_unit = 1.0  # about the mean weight in the last weighted step: large ones overflow half precision
         self._mode: Mode | None = None
+        self._learnt = False  # whether a step went through: one that was broken off shows nothing of the graph
         self._irregular = False  # whether some parameter of this step did not arrive once, as it did before
         self._pass = _NO_PASS
         self._broken: PhalanxError | None = None
@@ -407,7 +408,8 @@ class Reducer:
             self._accept_unexpected(slot)
             return
         slot.left -= 1
-        if self.options.placement is Placement.OWNED or slot.left == 0:
+        # A static graph's first pass may bring more, which autograd adds up in .grad: it is filled when it is over.
+        if self.options.placement is Placement.OWNED or (slot.left == 0 and not self._static_first):
             self._fill(slot)
         if slot.left == 0:
             bucket.pending -= 1
@@ -417,7 +419,7 @@ class Reducer:
     def _accept_unexpected(self, slot: ParameterSlot) -> None:
         """More arrivals than earlier passes had: into the bucket if it is still here, else into a second round."""
         self._irregular = True
-        if self.options.static and self.stats.steps > 0:
+        if self.options.static and self._learnt:
             self.graph_changed = True
             self._raise_in_hook(
                 "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, "
@@ -426,7 +428,7 @@ class Reducer:
             )
         if slot.seen > 1 and self.options.placement is not Placement.OWNED:
             if self.options.static:
-                return  # the first pass of a static graph is filled when it is over
+                return
             self._raise_in_hook(
                 "Expected to mark a variable ready only once. This error is caused by one of the following reasons: "
                 "1) a module parameter is used outside the forward function, or shared by several concurrent "
@@ -472,7 +474,7 @@ class Reducer:
 
     def _bucket_is_full(self, bucket: Bucket) -> None:
         self.layout.launches.mark_ready(bucket.index)
-        if not (self.options.static and self.stats.steps == 0):
+        if not self._static_first:
             self._launch()
 
     # -- the step ------------------------------------------------------------------------------------------------
@@ -499,7 +501,7 @@ class Reducer:
         self._store = _copy if plain else torch.mul
         for bucket in self.buckets:
             bucket.scale.fill_(1.0 if plain else weight / (self.divisor or self.group.size))
-        self.layout.start_step(certain=self.options.static and self.stats.steps > 0)
+        self.layout.start_step(certain=self.options.static and self._learnt)
         self.stats.buckets_launched = 0
         self.stats.times.first_gradient_ns = time.perf_counter_ns()
         if events.listeners:
@@ -518,7 +520,7 @@ class Reducer:
 
     @property
     def _static_first(self) -> bool:
-        return self.options.static and self.stats.steps == 0
+        return self.options.static and not self._learnt
 
     def _complete_step(self) -> None:
         with torch.no_grad():
@@ -895,10 +897,11 @@ class Reducer:
             slot.dirty = False
             slot.stale = None
             if slot.seen != slot.expected:
-                if self.stats.steps > 0 and (slot.seen == 0) != (slot.expected == 0):
+                if self._learnt and (slot.seen == 0) != (slot.expected == 0):
                     self.stats.graph_is_static = False
                 slot.expected = slot.seen
         self._irregular = False
+        self._learnt = True
         if self.arrivals is None:
             return
         seen, self.arrivals = self.arrivals, None
