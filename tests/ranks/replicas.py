@@ -79,5 +79,5 @@ def equal_on_all_ranks(tensor: torch.Tensor) -> bool:
 
 
 def flush_engine() -> None:
-    """Run an empty backward pass: after one that raised in a hook, torch's engine holds the rest of its graph till then."""
+    """Run an empty backward pass: after one that raised in a hook, torch's engine holds the rest of its graph."""
     torch.zeros((), requires_grad=True).backward()

@@ -1,0 +1,131 @@
+"""Which gradients travel together: properties of the plan, for any parameters and any order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.reducer.plan import MIB, BucketPolicy, ParameterSpec, plan_buckets
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64]
+
+
+@st.composite
+def parameters(draw: st.DrawFn) -> tuple[list[ParameterSpec], list[int], BucketPolicy]:
+    count = draw(st.integers(0, 12))
+    specs = [
+        ParameterSpec(
+            f"p{index}",
+            (draw(st.integers(0, 40)),),
+            (1,),
+            draw(st.sampled_from(DTYPES)),
+            torch.device("cpu"),
+            sparse=draw(st.integers(0, 5)) == 0,
+        )
+        for index in range(count)
+    ]
+    order = draw(st.permutations(range(count)))
+    caps = draw(st.lists(st.integers(1, 400), max_size=3))
+    policy = BucketPolicy(draw(st.integers(1, 400)), draw(st.integers(1, 400)), tuple(caps))
+    return specs, list(order), policy
+
+
+@given(parameters())
+def test_every_parameter_is_in_exactly_one_bucket(case: tuple[list[ParameterSpec], list[int], BucketPolicy]) -> None:
+    specs, order, policy = case
+    buckets = plan_buckets(specs, order, policy)
+    assert sorted(index for bucket in buckets for index in bucket.parameters) == list(range(len(specs)))
+    assert [bucket.index for bucket in buckets] == list(range(len(buckets)))
+
+
+@given(parameters())
+def test_a_bucket_holds_one_kind_and_a_sparse_gradient_travels_alone(
+    case: tuple[list[ParameterSpec], list[int], BucketPolicy],
+) -> None:
+    specs, order, policy = case
+    for bucket in plan_buckets(specs, order, policy):
+        members = [specs[index] for index in bucket.parameters]
+        assert {(m.dtype, m.device, m.sparse) for m in members} == {(bucket.dtype, bucket.device, bucket.sparse)}
+        assert not bucket.sparse or len(members) == 1
+
+
+@given(parameters())
+def test_gradients_lie_side_by_side(case: tuple[list[ParameterSpec], list[int], BucketPolicy]) -> None:
+    specs, order, policy = case
+    for bucket in plan_buckets(specs, order, policy):
+        end = 0
+        for index, offset in zip(bucket.parameters, bucket.offsets, strict=True):
+            assert offset == end
+            end += specs[index].numel
+        assert bucket.numel == end
+        assert bucket.num_bytes == end * bucket.dtype.itemsize
+
+
+@given(parameters())
+def test_buckets_leave_in_the_order_in_which_they_are_full(
+    case: tuple[list[ParameterSpec], list[int], BucketPolicy],
+) -> None:
+    specs, order, policy = case
+    place = {index: at for at, index in enumerate(order)}
+    buckets = plan_buckets(specs, order, policy)
+    full_at = [max(place[index] for index in bucket.parameters) for bucket in buckets]
+    assert full_at == sorted(full_at)
+    for bucket in buckets:
+        assert [place[index] for index in bucket.parameters] == sorted(place[index] for index in bucket.parameters)
+
+
+@given(parameters())
+def test_a_bucket_exceeds_its_cap_by_its_last_gradient_at_most(
+    case: tuple[list[ParameterSpec], list[int], BucketPolicy],
+) -> None:
+    specs, order, policy = case
+    largest = max((policy.bucket_bytes, policy.first_bucket_bytes, *policy.per_bucket_bytes))
+    for bucket in plan_buckets(specs, order, policy):
+        if not bucket.sparse:
+            assert sum(specs[index].num_bytes for index in bucket.parameters[:-1]) < largest
+
+
+@given(parameters())
+def test_the_plan_is_a_function_of_its_arguments(case: tuple[list[ParameterSpec], list[int], BucketPolicy]) -> None:
+    assert plan_buckets(*case) == plan_buckets(*case)
+
+
+def _spec(name: str, numel: int, **more: object) -> ParameterSpec:
+    return ParameterSpec(name, (numel,), (1,), torch.float32, torch.device("cpu"), **more)  # type: ignore[arg-type]
+
+
+def test_the_first_bucket_is_small() -> None:
+    specs = [_spec(f"p{i}", 10) for i in range(6)]
+    buckets = plan_buckets(specs, range(6), BucketPolicy(bucket_bytes=120, first_bucket_bytes=40))
+    assert [bucket.parameters for bucket in buckets] == [(0,), (1, 2, 3), (4, 5)]
+
+
+def test_caps_by_bucket_and_the_last_one_for_the_rest() -> None:
+    specs = [_spec(f"p{i}", 10) for i in range(6)]
+    buckets = plan_buckets(specs, range(6), BucketPolicy(per_bucket_bytes=(40, 80)))
+    assert [bucket.parameters for bucket in buckets] == [(0,), (1, 2), (3, 4), (5,)]
+
+
+def test_the_defaults_are_torchs() -> None:
+    assert BucketPolicy() == BucketPolicy(25 * MIB, MIB)
+
+
+@pytest.mark.parametrize("order", [[0], [0, 0], [0, 1, 2], [1, 2]])
+def test_an_order_that_is_no_permutation(order: list[int]) -> None:
+    with pytest.raises(ValueError, match="each of the 2 parameters once"):
+        plan_buckets([_spec("a", 1), _spec("b", 1)], order, BucketPolicy())
+
+
+@pytest.mark.parametrize("caps", [(0, 1, ()), (1, -1, ()), (1, 1, (4, 0))])
+def test_caps_are_positive(caps: tuple[int, int, tuple[int, ...]]) -> None:
+    with pytest.raises(ValueError, match="positive number of bytes"):
+        BucketPolicy(*caps)
+
+
+def test_a_spec_knows_its_size() -> None:
+    spec = ParameterSpec.of("w", torch.empty(2, 3, dtype=torch.complex64).t())
+    assert (spec.numel, spec.num_bytes, spec.shape, spec.stride) == (6, 48, (3, 2), (1, 3))
+    assert ParameterSpec.of("s", torch.empty(())).numel == 1
+    assert ParameterSpec.of("z", torch.empty(0, 4)).num_bytes == 0
