@@ -2,6 +2,7 @@
 
 from phalanx import errors, events
 from phalanx.api.ddp import DistributedDataParallel
+from phalanx.api.groups import monitored_barrier, set_timeout, split_group
 from phalanx.api.replicate import (
     accumulate,
     is_replicated,
@@ -27,9 +28,12 @@ __all__ = [
     "events",
     "init",
     "is_replicated",
+    "monitored_barrier",
     "no_sync",
     "replicate",
+    "set_timeout",
     "shutdown",
+    "split_group",
     "step_stats",
     "synchronize",
     "unreplicate",

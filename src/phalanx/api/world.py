@@ -56,9 +56,10 @@ def _join(backend: str, timeout_s: float | None) -> None:
 
 
 def _default_backend(has_cuda: bool) -> str:
-    if has_cuda:
-        return "cpu:gloo,cuda:nccl"
-    return "gloo"
+    """Shared memory for CPU tensors where it can be had; the `phalanx` group hands CUDA tensors to NCCL by itself."""
+    if "PHALANX" in dist.Backend._plugins:
+        return "phalanx"
+    return "cpu:gloo,cuda:nccl" if has_cuda else "gloo"
 
 
 def shutdown() -> None:
