@@ -192,7 +192,12 @@ class Reducer:
     @property
     def topic(self) -> str:
         """The step under way, as ranks name it to each other."""
-        return f"step {self.step} of {self.name} ({self._serial}), laid out by plan {self.stats.num_plans}"
+        return f"step {self.step} of {self.name} ({self._serial})"
+
+    @property
+    def plan_topic(self) -> str:
+        """The step under way with the buckets as they are, for a rank whose parameters no longer fit them."""
+        return f"{self.topic}, laid out by plan {self.stats.num_plans}"
 
     @property
     def step(self) -> int:
@@ -524,8 +529,8 @@ class Reducer:
 
     def _complete_step(self) -> None:
         with torch.no_grad():
-            topic = self.topic
-            self.group.topics.add(topic)  # only while waiting: a step that stays open must not catch later notices
+            topics = {self.topic, self.plan_topic}
+            self.group.topics |= topics  # only while waiting: a step that stays open must not catch later notices
             try:
                 self._settle()
                 report = self._finalize(self._launch_rest(Flag(0)))
@@ -535,7 +540,7 @@ class Reducer:
                     self.reset()
                 raise
             finally:
-                self.group.topics.discard(topic)
+                self.group.topics -= topics
             try:
                 for action in self.on_report:
                     action(report)
@@ -624,7 +629,6 @@ class Reducer:
                 continue
             for slot in bucket.slots:
                 if self._static_first and slot.seen and self.options.placement is not Placement.OWNED:
-                    slot.seen = min(slot.seen, 1)
                     self._fill(slot)
                 elif not slot.seen or slot.left > 0:
                     self._settle_slot(slot)
@@ -929,7 +933,7 @@ class Reducer:
         """Parameters were cast, moved or resized in place. Ranks must have done so alike: they compare before going on."""
         entries = [TensorEntry.of(slot.name, slot.parameter, "parameter") for slot in self.slots]
         # Ranks where nothing changed do not come here: they wait in this step, and read this there.
-        self.group.post_failure(self.topic, f"its parameters changed, and not here: {change}")
+        self.group.post_failure(self.plan_topic, f"its parameters changed, and not here: {change}")
         try:
             verify_same(self.group, entries, timeout_s=AGREE_WITHIN_S)
         except PhalanxError as error:
