@@ -27,6 +27,12 @@ SIZES = [4, 1 << 10, 64 << 10, 1 << 20, 4 << 20, 25 << 20, 100 << 20]
 QUICK_SIZES = [4, 64 << 10, 1 << 20, 25 << 20]
 OPS = ["all_reduce", "broadcast", "all_gather", "reduce_scatter"]
 LIBRARIES = ["arena", "plain", "gloo", "mpich"]
+CALLS = [
+    (64 << 10, 1000),
+    (1 << 20, 200),
+    (4 << 20, 60),
+    (1 << 40, 16),
+]  # up to so many bytes: calls, on every rank alike
 TARGETS = [  # world size, bytes, ours, theirs, at least so many times as fast; all of all_reduce
     (2, 25 << 20, "arena", "gloo", 6.0),
     (2, 25 << 20, "arena", "mpich", 1.5),
@@ -41,13 +47,9 @@ TARGETS = [  # world size, bytes, ours, theirs, at least so many times as fast; 
 
 def median_us(call: Callable[[], object], barrier: Callable[[], object], nbytes: int, quick: bool) -> float:
     """The median over calls; each call's own collective keeps the ranks in step."""
-    budget_s = 0.25 if quick else 0.5
+    calls = next(n for limit, n in CALLS if nbytes <= limit)
+    calls = max(8, calls // 2) if quick else calls
     barrier()
-    call()
-    began = time.perf_counter()
-    call()
-    once = max(time.perf_counter() - began, 1e-6)
-    calls = int(min(2000, max(8, budget_s / once))) if nbytes <= 1 << 20 else (10 if quick else 15)
     for _ in range(max(2, calls // 10)):
         call()
     times = []

@@ -57,7 +57,7 @@ def _small(call: Call, flat: Tensor, op: str, nbytes: int) -> None:
             parts.append(flat)
         else:
             call.recv_entry(i)
-            parts.append(mesh.inbox(i)[1][:nbytes].view(flat.dtype))
+            parts.append(mesh.inbox_as(i, nbytes, flat.dtype))
     if nbytes:
         fold(op, parts, flat, mesh.index)
 

@@ -59,9 +59,12 @@ class Landing:
     __slots__ = ("_home", "flat")
 
     def __init__(self, tensor: Tensor, *, filled: bool) -> None:
+        self._home: Tensor | None = None
+        if tensor.dim() == 1 and tensor.stride(0) == 1 and not tensor.requires_grad:
+            self.flat = tensor
+            return
         tensor = tensor.detach()
         if tensor.is_contiguous():
-            self._home: Tensor | None = None
             self.flat = flat(tensor)
         else:
             self._home = tensor

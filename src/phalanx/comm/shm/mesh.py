@@ -53,6 +53,7 @@ class Mesh:
         self._head = bytearray(wire.HEAD.size + wire.MAX_SIGNATURE + wire.PARCEL.size)
         self._head_view = memoryview(self._head)
         self._inbox: dict[int, tuple[memoryview, Tensor]] = {}
+        self._inbox_views: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
     # ---- a call ----------------------------------------------------------------------------------------------
 
@@ -92,6 +93,16 @@ class Mesh:
             self._inbox[index] = found
         return found
 
+    def inbox_as(self, index: int, nbytes: int, dtype: torch.dtype) -> Tensor:
+        """The first bytes of an inbox as a flat tensor. Views are kept: making one costs as much as a small sum."""
+        key = (index, nbytes, dtype)
+        found = self._inbox_views.get(key)
+        if found is None:
+            if len(self._inbox_views) >= 1024:
+                self._inbox_views.clear()
+            found = self._inbox_views[key] = self.inbox(index)[1][:nbytes].view(dtype)
+        return found
+
     def abandon(self) -> None:
         """In a forked child: close the parent's descriptors without a word to the peers."""
         for peer in self._peers.values():
@@ -102,6 +113,7 @@ class Mesh:
             peer.hang_up()
             peer.calls.close()
         self._inbox.clear()
+        self._inbox_views.clear()
 
 
 class Call:
@@ -164,6 +176,8 @@ class Call:
                     self._deadline = True
                 elif time.monotonic() > spin_until:
                     flags = 0
+                else:
+                    os.sched_yield()  # the peer may be waiting for this very core
             except ConnectionResetError:
                 continue  # said once, ahead of what the peer sent before it closed
             except OSError:
@@ -193,6 +207,8 @@ class Call:
                     self._deadline = True
                 elif time.monotonic() > spin_until:
                     flags = 0
+                else:
+                    os.sched_yield()  # the peer may be waiting for this very core
             except ConnectionResetError:
                 continue
             except OSError:
