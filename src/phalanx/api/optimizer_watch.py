@@ -135,7 +135,7 @@ def _take_part(replica: Watched) -> None:
             step=reducer.step,
             parameters=unseen,
         )
-        reducer.group.post_failure("", str(error))
+        reducer.group.post_failure(reducer.topic, str(error))  # the others may be waiting for this rank's part
         raise error
     logger.info(
         "rank %d computed no gradient of %s in this step and takes part with zeros. If gradients are read before the "

@@ -55,16 +55,17 @@ class ControlBlock:
         self._rank = rank
         self._size = size
         self.length = self._flags_at + size
-        self._quiet: torch.Tensor | None = None
+        self._quiet: dict[Flag, torch.Tensor] = {}
 
     def write(
         self, tail: torch.Tensor, *, used: Sequence[bool] | None, late: Sequence[int], weight: float, flags: Flag
     ) -> None:
         """Write this rank's part; `used` is None where it used every parameter, which is the cheap and common case."""
-        if used is None and not late and not flags and weight == 1.0:
-            if self._quiet is None:
-                self._quiet = torch.tensor(self._compose(None, (), 1.0, Flag(0)), dtype=tail.dtype)
-            tail.copy_(self._quiet)
+        if used is None and not late and weight == 1.0:
+            known = self._quiet.get(flags)
+            if known is None:
+                known = self._quiet[flags] = torch.tensor(self._compose(None, (), 1.0, flags), dtype=tail.dtype)
+            tail.copy_(known)
             return
         tail.copy_(torch.tensor(self._compose(used, late, weight, flags), dtype=tail.dtype))
 
