@@ -201,6 +201,26 @@ def test_a_step_on_gradients_that_were_never_averaged() -> None:
         optimizer.step()
     assert "0.weight" in caught.value.parameters
     assert torch.equal(before, model[0].weight)
+    model.zero_grad()
+    plain_loss(model, rank, 1).backward()  # no harm was done
+    optimizer.step()
+    assert equal_on_all_ranks(model[0].weight)
+
+
+@ranks(2, timeout_s=20)
+def test_a_step_on_gradients_that_one_rank_alone_did_not_average() -> None:
+    rank = dist.get_rank()
+    model = px.replicate(mlp(), **SMALL)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if rank == 1:
+        model[0].weight.grad = torch.ones_like(model[0].weight)
+        with pytest.raises(UnsynchronizedStepError):
+            optimizer.step()
+        return
+    began = time.monotonic()
+    with pytest.raises(PeerFailedError, match=r"rank 1 failed.*never averaged"):
+        plain_loss(model, rank, 0).backward()
+    assert time.monotonic() - began < 5
 
 
 @ranks(2)
