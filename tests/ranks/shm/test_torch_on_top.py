@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
 from datetime import timedelta
@@ -251,3 +253,44 @@ def test_messages_by_tag_from_any_source_and_of_any_size() -> None:
     for request in requests:
         request.wait()
     assert torch.equal(me, torch.ones(2))
+
+
+def _tcp_sockets() -> set[str]:
+    """Inodes of this process's TCP sockets."""
+    known = set()
+    for table in ("tcp", "tcp6"):
+        with open(f"/proc/self/net/{table}") as file:
+            known |= {line.split()[9] for line in file.readlines()[1:]}
+    mine = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            mine.add(os.readlink(f"/proc/self/fd/{fd}").removeprefix("socket:[").rstrip("]"))
+    return known & mine
+
+
+@ranks(2, backend=None)
+def test_a_group_on_one_host_opens_no_tcp_connection_beyond_the_store() -> None:
+    rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, timedelta(seconds=20))  # type: ignore[attr-defined]
+    dist.init_process_group("phalanx", store=dist.PrefixStore("a", store), rank=rank, world_size=2)  # type: ignore[attr-defined]
+    before = _tcp_sockets()
+    group: Any = dist.new_group()
+    for numel in (1, 100_000):
+        dist.all_reduce(torch.ones(numel), group=group)
+        (dist.send if rank == 0 else dist.recv)(torch.ones(numel), group=group, **{("dst", "src")[rank]: 1 - rank})
+    dist.barrier(group)
+    assert group.hosts == [[0, 1]]
+    assert _tcp_sockets() == before
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@ranks(2, backend="phalanx")
+def test_a_receive_that_nobody_answers_times_out() -> None:
+    group: Any = dist.new_group(timeout=timedelta(milliseconds=300))
+    if dist.get_rank() == 0:
+        began = time.monotonic()
+        with pytest.raises(CollectiveTimeoutError, match=r"recv from rank 1 of float32\[3\], tag 7"):
+            dist.recv(torch.ones(3), 1, group=group, tag=7)
+        assert 0.25 < time.monotonic() - began < 2.0
+    dist.barrier()
