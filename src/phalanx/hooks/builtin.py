@@ -21,17 +21,18 @@ def builtin_hook(kind: dist.BuiltinCommHookType) -> TorchHook:
 
 def allreduce(group: dist.ProcessGroup, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     """The average, divided before it is summed."""
-    return _summed(bucket.buffer().div_(group.size()), group)
+    return summed(bucket.buffer().div_(group.size()), group)
 
 
 def fp16_compress(group: dist.ProcessGroup, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     """The average, summed in half precision."""
     buffer = bucket.buffer()
     halved = buffer.to(torch.float16).div_(group.size())
-    return _summed(halved, group).then(lambda future: buffer.copy_(future.value()))
+    return summed(halved, group).then(lambda future: buffer.copy_(future.value()))
 
 
-def _summed(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
+def summed(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
+    """A future of the tensor, summed in place."""
     work = dist.all_reduce(tensor, group=group, async_op=True)
     assert work is not None
     return work.get_future().then(lambda future: future.value()[0])

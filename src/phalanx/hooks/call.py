@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from phalanx.comm.c10d import LOOK_EVERY_S, C10dGroup
 from phalanx.comm.group import Work
+from phalanx.errors import ReducerStateError
 from phalanx.hooks.grad_bucket import GradBucket
 from phalanx.reducer.bucket import Bucket
 
@@ -27,14 +29,39 @@ class HookCall:
 
     def __call__(self, bucket: Bucket, buffer: torch.Tensor) -> HookWork:
         view = GradBucket(bucket, buffer, is_last=bucket.index == self._num_buckets() - 1)
-        with torch.enable_grad() if torch.is_grad_enabled() else torch.no_grad():
-            future = self._hook(self._state, view)
+        return HookWork(self.start(view), bucket, buffer, hook_name(self._hook), self._group)
+
+    def start(self, bucket: Any) -> torch.futures.Future[Any]:
+        """Call the hook on a bucket as it is."""
+        future = self._hook(self._state, bucket)
         if not isinstance(future, torch._C.Future):  # the base of torch.futures.Future, which a Work returns
             raise TypeError(
-                f"the communication hook {_name(self._hook)} must return a torch.futures.Future that holds a tensor like "
-                f"bucket.buffer(); for bucket {bucket.index} it returned {type(future).__name__}"
+                f"the communication hook {hook_name(self._hook)} must return a torch.futures.Future that holds a tensor "
+                f"like bucket.buffer(); for bucket {bucket.index()} it returned {type(future).__name__}"
             )
-        return HookWork(future, bucket, buffer, _name(self._hook), self._group)
+        return future
+
+    def weakly(self) -> WeakHookCall:
+        return WeakHookCall(self)
+
+
+class WeakHookCall:
+    """What the reducer gets: it must not keep a hook, whose state may lead to the model and so back to the reducer."""
+
+    def __init__(self, call: HookCall) -> None:
+        self._call = weakref.ref(call)
+
+    def __call__(self, bucket: Bucket, buffer: torch.Tensor) -> HookWork:
+        return self._there()(bucket, buffer)
+
+    def start(self, bucket: Any) -> torch.futures.Future[Any]:
+        return self._there().start(bucket)
+
+    def _there(self) -> HookCall:
+        call = self._call()
+        if call is None:
+            raise ReducerStateError("the module whose communication hook this was is gone")
+        return call
 
 
 class HookWork(Work):
@@ -91,5 +118,6 @@ class HookWork(Work):
         return value
 
 
-def _name(hook: TorchHook) -> str:
+def hook_name(hook: TorchHook) -> str:
+    """What to call it in errors and in logging data."""
     return getattr(hook, "__qualname__", None) or type(hook).__name__

@@ -309,8 +309,15 @@ class Reducer:
     def set_bucket_hook(self, hook: BucketHook | None) -> None:
         """Reduce buckets by a function of the caller's. It gets plain sums' place and must average by itself."""
         self.bucket_hook = hook
-        if self.layout.rides:  # the control block must not pass through the hook: it travels by itself from now on
+        if not self.layout.rides:
+            return
+        # The control block must not pass through the hook: it travels by itself from now on.
+        if self.has_replanned or self.options.first_policy is None:
             self.replan(reason="a hook was registered")
+        else:
+            self.layout.detach_gradients()
+            self.layout.release(self.group)
+            self._lay_out_first("a hook was registered")
 
     def close(self) -> None:
         """Let the parameters go: gradients that lie in the buckets get memory of their own."""
@@ -456,6 +463,7 @@ class Reducer:
         error = ReducerStateError(message, rank=self.group.rank, step=self.step, parameters=[slot.name])
         if self.on_error is not None:
             self.on_error(str(error))
+        self.abandon()  # not left to the end of the pass: after an error in a hook the engine may keep it for long
         raise error
 
     def _fill(self, slot: ParameterSlot) -> None:
@@ -539,6 +547,9 @@ class Reducer:
                     self._break(error)
                     self.reset()
                 raise
+            except Exception as error:
+                self._fail_in_bucket_hook(error)
+                raise
             finally:
                 self.group.topics -= topics
             try:
@@ -560,8 +571,6 @@ class Reducer:
 
     def _break(self, error: PhalanxError, *, tell: bool = True) -> None:
         """This rank did not come to the end of what all ranks share, and no longer knows where the others are."""
-        if self.bucket_hook is not None and isinstance(error, PeerFailedError):
-            return
         self._broken = copy.copy(error)  # without its traceback, which leads to the model: a circle through its hooks
         if tell and not isinstance(error, PeerLostError | GroupAbortedError):
             self.group.post_failure("", str(error))
@@ -683,7 +692,7 @@ class Reducer:
         elif bucket.spec.sparse:
             bucket.work, bucket.sparse_sum = self._launch_sparse(bucket)
         elif self.bucket_hook is not None:
-            bucket.work = self.bucket_hook(bucket, bucket.gradients).then(_nothing)
+            bucket.work = self._run_bucket_hook(bucket, bucket.gradients).then(_nothing)
         elif self.group.size == 1:
             bucket.work = None
         else:
@@ -700,9 +709,24 @@ class Reducer:
         if self.options.placement is Placement.OWNED:
             slot.parameter.grad = None
         if self.bucket_hook is not None:
-            hooked = self.bucket_hook(bucket, mine.coalesce())
+            hooked = self._run_bucket_hook(bucket, mine.coalesce())
             return hooked.then(_nothing), hooked.value
         return self.group.all_reduce_sparse(mine * self._share(bucket))
+
+    def _run_bucket_hook(self, bucket: Bucket, gradients: torch.Tensor) -> HookedWork:
+        assert self.bucket_hook is not None
+        try:
+            return self.bucket_hook(bucket, gradients)
+        except Exception as error:
+            self._fail_in_bucket_hook(error)
+            raise
+
+    def _fail_in_bucket_hook(self, error: Exception) -> None:
+        """A bucket hook raised. Which collectives it has left undone nobody knows: ranks that wait are told to give up."""
+        if self._mode is Mode.SYNC:
+            self.group.post_failure(self.topic, f"its communication hook raised {type(error).__name__}: {error}")
+            self.reset()
+            self.stats.steps += 1
 
     def _as_sparse(self, slot: ParameterSlot, gradient: torch.Tensor | None) -> torch.Tensor:
         if gradient is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import logging
 import sys
 import time
@@ -28,7 +27,8 @@ from phalanx.comm.c10d import C10dGroup, group_of
 from phalanx.comm.coalesced import broadcast_coalesced
 from phalanx.errors import MismatchError
 from phalanx.hooks.builtin import builtin_hook
-from phalanx.hooks.call import HookCall, TorchHook
+from phalanx.hooks.call import HookCall, TorchHook, hook_name
+from phalanx.hooks.registration import problem_with
 from phalanx.reducer.reducer import Reducer
 from phalanx.reducer.verify import TensorEntry, verify_same
 from phalanx.reducer.watch import expects_sparse
@@ -327,8 +327,10 @@ class DistributedDataParallel(TorchDDP):
     def __getstate__(self) -> dict[str, Any]:
         self._check_default_group()
         state = copy.copy(self.__dict__)
-        for local in ("process_group", "reducer", "logger", "_engine", "_watched"):
+        for local in ("process_group", "reducer", "logger", "_engine", "_watched", "_hook_call"):
             state.pop(local, None)
+        state["_comm_hooks"] = []  # as with torch, hooks are registered anew: their state may hold a process group
+        state["broadcast_buffers"] = self.forward_sync_buffers  # a property: torch's own class reads it, old and new
         return state
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -341,6 +343,7 @@ class DistributedDataParallel(TorchDDP):
         nn.Module.__setstate__(self, state)
         self.__dict__.setdefault("require_forward_param_sync", True)
         self.__dict__.setdefault("require_backward_grad_sync", True)
+        self.__dict__.setdefault("forward_sync_buffers", self.__dict__.pop("broadcast_buffers", True))
         self.logger = None
         parameters, sparse = self._build_params_for_reducer()
         self._build_engine(parameters, sparse, self._build_debug_param_to_name_mapping(parameters), self.static_graph)
@@ -505,7 +508,7 @@ class DistributedDataParallel(TorchDDP):
         self._check_comm_hook(hook)
         self._check_first_hook()
         assert self.logger is not None
-        self.logger._set_comm_hook_name(hook.__qualname__)
+        self.logger._set_comm_hook_name(hook_name(hook))
         self._comm_hooks.append((hook, state))
         self._use_hook(hook, state)
 
@@ -519,7 +522,8 @@ class DistributedDataParallel(TorchDDP):
 
     def _use_hook(self, hook: TorchHook, state: object) -> None:
         engine = self._engine
-        engine.set_bucket_hook(HookCall(hook, state, self._group(), lambda: len(engine.buckets)))
+        self._hook_call = HookCall(hook, state, self._group(), lambda: len(engine.buckets))
+        engine.set_bucket_hook(self._hook_call.weakly())
 
     def _check_first_hook(self) -> None:
         if self._comm_hooks:
@@ -528,22 +532,9 @@ class DistributedDataParallel(TorchDDP):
             )
 
     def _check_comm_hook(self, hook: Any) -> None:
-        if not callable(hook):
-            self._log_and_throw(TypeError, "Communication hook must be callable.")
-        signature = inspect.signature(hook)
-        bucket = signature.parameters["bucket"].annotation
-        if bucket not in (inspect.Parameter.empty, dist.GradBucket, "dist.GradBucket"):
-            self._log_and_throw(ValueError, "Communication hook: bucket annotation should be dist.GradBucket.")
-        returned = signature.return_annotation
-        if returned not in (inspect.Signature.empty, torch.futures.Future[torch.Tensor]):
-            self._log_and_throw(
-                ValueError,
-                "Communication hook: return annotation should be torch.futures.Future[torch.Tensor].",
-            )
-        if hook.__name__ in ("bf16_compress_hook", "bf16_compress_wrapper_hook") and not _bf16_reduces():
-            self._log_and_throw(
-                TypeError, "BF16 all reduce communication hook required CUDA 11+ and NCCL 2.10+ or XPU and XCCL"
-            )
+        problem = problem_with(hook)
+        if problem is not None:
+            self._log_and_throw(type(problem), str(problem))
 
     # -- joining --------------------------------------------------------------------------------------------------
 
@@ -677,9 +668,3 @@ def _cloned(output: Any) -> Any:
     fresh = [t.clone() if isinstance(t, torch.Tensor) and t.grad_fn is not None else t for t in tensors]
     return torch.utils._pytree.tree_unflatten(fresh, spec)
 
-
-def _bf16_reduces() -> bool:
-    cuda = torch.version.cuda is not None or torch.version.hip is not None
-    if cuda and dist.is_nccl_available():
-        return bool(torch.cuda.nccl.version() >= (2, 10))
-    return bool(dist.is_xccl_available() and torch.xpu.is_available())

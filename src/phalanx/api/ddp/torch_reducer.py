@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from phalanx.errors import ReducerStateError
-from phalanx.hooks.builtin import allreduce
+from phalanx.hooks.builtin import summed
+from phalanx.hooks.call import WeakHookCall
 from phalanx.hooks.grad_bucket import GradBucket
 from phalanx.reducer.bucket import ParameterSlot
 from phalanx.reducer.reducer import Reducer
@@ -105,10 +106,12 @@ class TorchReducer:
         ]
 
     def _run_allreduce_hook(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        return allreduce(self._process_group, bucket)
+        """The sum: torch's callers divide it themselves."""
+        return summed(bucket.buffer(), self._process_group)
 
     def _run_comm_hook(self, bucket: Any) -> torch.futures.Future[Any]:
-        return self._run_allreduce_hook(bucket)
+        hook = self.engine.bucket_hook
+        return hook.start(bucket) if isinstance(hook, WeakHookCall) else self._run_allreduce_hook(bucket)
 
     def _install_post_backward_futures(self, futures: Sequence[torch.futures.Future[Any]]) -> None:
         self._futures += list(futures)
