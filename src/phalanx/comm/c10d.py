@@ -322,7 +322,8 @@ class C10dGroup(Group):
                 rank=self.rank,
                 group=self.name,
             ) from error
-        for notice in notices:
+        # What concerns this undertaking first: what others have since said of the whole group is a consequence of it.
+        for notice in sorted(notices, key=lambda notice: not notice.topic):
             if notice.rank == self.rank and notice.kind != "aborted":
                 continue
             if notice.kind == "aborted":
