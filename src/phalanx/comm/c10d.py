@@ -43,6 +43,7 @@ _OPS: dict[ReduceKind, Any] = {
 }
 _AVERAGING_BACKENDS = {"nccl", "phalanx", "xccl"}
 _SPARSE_BACKENDS = {"gloo", "phalanx"}
+_STREAM_BACKENDS = {"nccl", "xccl"}  # a wait only makes the current stream wait
 
 _adapters: weakref.WeakValueDictionary[int, C10dGroup] = weakref.WeakValueDictionary()
 
@@ -110,16 +111,17 @@ def _timeout_s(process_group: dist.ProcessGroup) -> float:
 
 
 class _C10dWork(Work):
-    def __init__(self, group: C10dGroup, work: Any, what: str) -> None:
+    def __init__(self, group: C10dGroup, work: Any, what: str, *, on_stream: bool) -> None:
         self._group = group
         self._work = work
         self._what = what
+        self._on_stream = on_stream
 
     def done(self) -> bool:
         return bool(self._work.is_completed())
 
     def wait(self, timeout_s: float | None = None) -> None:
-        if self._group.waits_on_streams:
+        if self._on_stream:
             self._work.wait()
             return
         began = time.monotonic()
@@ -147,9 +149,8 @@ class C10dGroup(Group):
         self.rank = process_group.rank()
         self.size = process_group.size()
         self.name = process_group.group_name
-        self.backend = _backend_name(process_group)
-        self.averages = self.backend in _AVERAGING_BACKENDS
-        self.waits_on_streams = self.backend in ("nccl", "xccl")
+        self._backends = _backends_of(process_group)
+        self.averages = set(self._backends.values()) <= _AVERAGING_BACKENDS
         self.topics: set[str] = set()
         self._aborted: str | None = None
         self._dead_since: dict[int, float] = {}
@@ -168,15 +169,15 @@ class C10dGroup(Group):
         self._check_alive()
         if tensor.is_complex():
             tensor = torch.view_as_real(tensor)
-        return self._started(lambda: self.process_group.allreduce([tensor], self._sums[kind]), "all_reduce")
+        return self._started(lambda: self.process_group.allreduce([tensor], self._sums[kind]), "all_reduce", tensor)
 
     def all_reduce_sparse(self, tensor: torch.Tensor) -> tuple[Work, Callable[[], torch.Tensor]]:
         self._check_alive()
         mine = tensor.coalesce()
         if self.size == 1:
             return DoneWork(), lambda: mine
-        if self.backend in _SPARSE_BACKENDS and not mine.is_complex():
-            work = self._started(lambda: self.process_group.allreduce([mine]), "all_reduce of a sparse tensor")
+        if self._backend_for(mine) in _SPARSE_BACKENDS and not mine.is_complex():
+            work = self._started(lambda: self.process_group.allreduce([mine]), "all_reduce of a sparse tensor", mine)
             return work, mine.coalesce
         total = self._gathered_sum(mine)
         return DoneWork(), lambda: total
@@ -186,16 +187,20 @@ class C10dGroup(Group):
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
         whole = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        return self._started(lambda: self.process_group.broadcast([whole], options), "broadcast")
+        return self._started(lambda: self.process_group.broadcast([whole], options), "broadcast", whole)
 
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Work:
         self._check_alive()
-        return self._started(lambda: self.process_group.allgather([list(outputs)], [tensor]), "all_gather")
+        return self._started(lambda: self.process_group.allgather([list(outputs)], [tensor]), "all_gather", tensor)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        self._check_alive()
         own = getattr(self.process_group, "allocate", None)
         if own is not None and device.type == "cpu" and self.size > 1:
-            made = own(numel, dtype)
+            try:
+                made = own(numel, dtype)
+            except RuntimeError as error:
+                raise self.explain(error, "allocate") from error
             assert isinstance(made, torch.Tensor)
             return made
         return torch.empty(numel, dtype=dtype, device=device)
@@ -205,11 +210,14 @@ class C10dGroup(Group):
         if own is not None and tensor.device.type == "cpu" and self.size > 1:
             own(tensor)
 
-    def _started(self, start: Callable[[], Any], what: str) -> Work:
+    def _started(self, start: Callable[[], Any], what: str, tensor: torch.Tensor) -> Work:
         try:
-            return _C10dWork(self, start(), what)
+            return _C10dWork(self, start(), what, on_stream=self._backend_for(tensor) in _STREAM_BACKENDS)
         except RuntimeError as error:
             raise self.explain(error, what) from error
+
+    def _backend_for(self, tensor: torch.Tensor) -> str:
+        return self._backends.get(tensor.device.type) or self._backends.get("", "unknown")
 
     def _gathered_sum(self, mine: torch.Tensor) -> torch.Tensor:
         """For backends without sparse reduction: gather what every rank has, padded to the longest, and add it up."""
@@ -301,9 +309,10 @@ class C10dGroup(Group):
         if self.board is not None:
             self.board.post("aborted", "", reason)
         own = getattr(self.process_group, "abort", None)
-        if self.backend in ("phalanx", "nccl", "xccl") and own is not None:
+        backends = set(self._backends.values())
+        if own is not None and backends & {"phalanx", *_STREAM_BACKENDS}:
             try:
-                own(reason) if self.backend == "phalanx" else own()
+                own(reason) if "phalanx" in backends else own()
             except (RuntimeError, TypeError):
                 return  # waiters look at the board anyway
 
@@ -396,11 +405,20 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(str(rank) for rank in ranks)
 
 
-def _backend_name(process_group: dist.ProcessGroup) -> str:
+def _backends_of(process_group: dist.ProcessGroup) -> dict[str, str]:
+    """The backend for each type of device; under "" the one for all, where the group names only one.
+
+    A group made as another's twin names its backend in the long form, ``cpu:gloo,cuda:nccl``, also where both are one.
+    """
     try:
-        return str(dist.get_backend(process_group))
-    except (ValueError, RuntimeError):
-        return str(getattr(process_group, "name", lambda: "unknown")())
+        config = str(dist.get_backend(process_group))
+        if ":" not in config:
+            config = str(dist.get_backend_config(process_group))
+    except (ValueError, RuntimeError, AttributeError):
+        config = str(getattr(process_group, "name", lambda: "unknown")())
+    if ":" not in config:
+        return {"": config.lower()}
+    return {device: name for device, _, name in (part.lower().partition(":") for part in config.split(","))}
 
 
 def _store_of(process_group: dist.ProcessGroup) -> dist.Store:
