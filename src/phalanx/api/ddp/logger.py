@@ -57,7 +57,6 @@ class Logger:
         strs["backend_name"] = str(backend)
         strs["dtypes"] = ", ".join(sorted({_DTYPE_NAMES.get(p.dtype, str(p.dtype)) for p in parameters}))
         strs["bucket_sizes"] = self._bucket_sizes()
-        strs["initial_bucket_size_limits"] = ", ".join(str(size) for size in self._bucket_bytes())
         ints["output_device"] = -1 if ddp.output_device is None else int(ddp.output_device)
         ints["broadcast_buffers"] = int(ddp.forward_sync_buffers)
         ints["has_sync_bn"] = int(has_sync_bn)
@@ -66,7 +65,6 @@ class Logger:
         ints["bucket_cap_bytes"] = ddp.bucket_bytes_cap
         ints["find_unused_parameters"] = int(ddp.find_unused_parameters)
         ints["gradient_as_bucket_view"] = int(ddp.gradient_as_bucket_view)
-        ints["static_graph"] = int(ddp.static_graph)
         ints["iteration"] = 0
         ints["is_multi_device_module"] = int(ddp.is_multi_device_module)
         ints["num_parameter_tensors"] = len(parameters)
@@ -112,7 +110,7 @@ class Logger:
     def forward_begins(self, now_ns: int) -> None:
         """Sample the step before, where this forward is one to sample."""
         number, self._num_forwards = self._num_forwards, self._num_forwards + 1
-        if number and (number < _ALWAYS_SAMPLED or number % self._sample_rate == 0):
+        if number and (number <= _ALWAYS_SAMPLED or number % self._sample_rate == 0):
             self._sample(number)
         self._forward_began_ns = now_ns
 
@@ -158,6 +156,7 @@ class Logger:
         strs, ints = self._data.strs_map, self._data.ints_map
         stats = self._engine.stats
         ints["num_buckets_reduced"] = stats.buckets_launched
+        ints.setdefault("has_rebuilt_buckets", 0)
         if self._engine.has_replanned:
             ints["has_rebuilt_buckets"] = 1
             strs["rebuilt_bucket_sizes"] = self._bucket_sizes()
