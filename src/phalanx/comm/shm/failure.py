@@ -23,6 +23,7 @@ from phalanx.errors import (
 
 log = logging.getLogger("phalanx.comm.shm")
 
+_SETTLE_S = 10.0
 KINDS = ("lost", "failed", "aborted", "timeout", "mismatch")
 
 
@@ -69,6 +70,8 @@ class Fate:
         self.goodbyes: dict[int, str] = {}
         self._changed = threading.Condition()
         self._on_failure: list[Callable[[Failure], None]] = []
+        self._settled = threading.Event()  # everything that a failure entails is done
+        self._settler = 0
 
     def on_failure(self, act: Callable[[Failure], None]) -> None:
         """`act` runs once, on the thread that finds the failure. It must not block."""
@@ -76,19 +79,29 @@ class Fate:
             self._on_failure.append(act)
 
     def fail(self, failure: Failure) -> Failure:
-        """The first failure wins; returns the one that did."""
+        """The first failure wins. Returns the one that did, when what it entails is done: no error reaches a caller
+        while a late write of a peer could still change the caller's tensors."""
         with self._changed:
-            if self.failure is not None:
-                return self.failure
-            self.failure = failure
+            first = self.failure
+            if first is None:
+                self.failure = failure
+                self._settler = threading.get_ident()
             acts = list(self._on_failure)
             self._changed.notify_all()
+        if first is not None:
+            self._settle()
+            return first
         for act in acts:
             try:
                 act(failure)
             except Exception:
                 log.exception("group %s: cleaning up after a failure failed", self.group)
+        self._settled.set()
         return failure
+
+    def _settle(self) -> None:
+        if self._settler != threading.get_ident():
+            self._settled.wait(_SETTLE_S)
 
     def goodbye(self, rank: int, text: str) -> None:
         with self._changed:
@@ -98,6 +111,7 @@ class Fate:
     def check(self) -> None:
         failure = self.failure
         if failure is not None:
+            self._settle()
             raise failure.error(rank=self.rank, group=self.group)
 
     def explain(self, rank: int, during: str, *, timeout_s: float = 1.0) -> Failure:

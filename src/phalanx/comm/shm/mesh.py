@@ -241,7 +241,7 @@ class Call:
         answers = mesh.ask_all(_ASK_S)
         known = mesh.fate.failure  # a death or an abort that came to light meanwhile says more than a timeout
         if known is not None:
-            return known.error(rank=mesh.fate.rank, group=mesh.fate.group)
+            return self.fail(known)
         rank, doing = blame(mesh.ranks[index], self.seq, mesh.fate.rank, answers)
         waited = f"{self.timeout_s * 1000:.0f}ms"
         text = f"Timed out waiting {waited} for rank {rank} in {self} after its timeout passed: {doing}"
