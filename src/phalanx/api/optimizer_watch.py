@@ -17,7 +17,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from phalanx.errors import UnsynchronizedStepError
 from phalanx.reducer.bucket import ParameterSlot
-from phalanx.reducer.reducer import Placement, Reducer
+from phalanx.reducer.options import Placement
+from phalanx.reducer.reducer import Reducer
 
 logger = logging.getLogger(__name__)
 

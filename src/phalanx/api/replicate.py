@@ -18,8 +18,9 @@ from phalanx.comm.c10d import C10dGroup, group_of, own_group
 from phalanx.comm.coalesced import broadcast_coalesced
 from phalanx.comm.group import Group
 from phalanx.errors import MismatchError, ReducerStateError
+from phalanx.reducer.options import ReducerOptions, ReducerStats
 from phalanx.reducer.plan import MIB, BucketPolicy
-from phalanx.reducer.reducer import Reducer, ReducerOptions, ReducerStats
+from phalanx.reducer.reducer import Reducer
 from phalanx.reducer.unused import Flag, Report
 from phalanx.reducer.verify import TensorEntry, verify_same
 from phalanx.reducer.watch import ModuleWatch, expects_sparse, named_trained_parameters

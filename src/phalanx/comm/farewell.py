@@ -51,7 +51,7 @@ def farewell(reason: str) -> None:
     for board in list(_boards):
         try:
             board.post("left", "", reason)
-        except Exception:  # noqa: BLE001 - the store may be gone already, and this process is on its way out
+        except Exception:
             continue
 
 

@@ -105,10 +105,14 @@ class Bucket:
         # precision: a third in bfloat16 is off by 0.2 %, and always to the same side.
         real = spec.dtype.to_real() if spec.dtype.is_complex else spec.dtype
         self.scale = torch.ones((), dtype=torch.promote_types(real, torch.float32))
-        self.views = [] if spec.sparse else [
-            _view(self.gradients, offset, specs[index])
-            for offset, index in zip(spec.offsets, spec.parameters, strict=True)
-        ]
+        self.views = (
+            []
+            if spec.sparse
+            else [
+                _view(self.gradients, offset, specs[index])
+                for offset, index in zip(spec.offsets, spec.parameters, strict=True)
+            ]
+        )
 
     @property
     def index(self) -> int:

@@ -62,10 +62,9 @@ class Layout:
                     slot.shown = slot.view.detach()
             self.buckets.append(bucket)
         device = planned[-1].device if planned else torch.device("cpu")
+        tail = self.buckets[-1].tail if self.rides else None
         self.control_tensor = (
-            self.buckets[-1].tail
-            if self.rides
-            else torch.zeros(self.control.length, dtype=torch.float32, device=device)
+            tail if tail is not None else torch.zeros(self.control.length, dtype=torch.float32, device=device)
         )
         self.launches = LaunchOrder(len(self.buckets))
         self._dense = [slot for slot in self.slots if not slot.bucket.spec.sparse]
@@ -83,24 +82,17 @@ class Layout:
             if (parameter := ref()) is not None:
                 parameter.grad = shown
 
-    def still_fits(self) -> bool:
-        """Whether each parameter still has the shape, dtype and device it was planned with; cheap when nothing moved."""
+    def first_change(self) -> str | None:
+        """Which parameter no longer has the shape, dtype and device it was planned with; cheap when nothing moved."""
         pointers = self.current_pointers()
         if pointers == self.pointers:
-            return True
+            return None
         self.pointers = pointers
-        return all(
-            ParameterSpec.of(spec.name, slot.parameter, sparse=spec.sparse) == spec
-            for slot, spec in zip(self.slots, self.specs, strict=True)
-        )
-
-    def first_change(self) -> str:
-        """What no longer fits, for an error."""
         for slot, spec in zip(self.slots, self.specs, strict=True):
             now = ParameterSpec.of(spec.name, slot.parameter, sparse=spec.sparse)
             if now != spec:
                 return f"{spec.name} is {now.shown()}, was {spec.shown()}"
-        return "nothing"
+        return None
 
     def start_step(self, *, certain: bool = False) -> None:
         """Expect what earlier passes had; `certain` means that a wrong guess is the user's error, not to be mended."""

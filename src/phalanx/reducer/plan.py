@@ -28,9 +28,7 @@ class ParameterSpec:
 
     @classmethod
     def of(cls, name: str, parameter: torch.Tensor, *, sparse: bool = False) -> ParameterSpec:
-        return cls(
-            name, tuple(parameter.shape), tuple(parameter.stride()), parameter.dtype, parameter.device, sparse
-        )
+        return cls(name, tuple(parameter.shape), tuple(parameter.stride()), parameter.dtype, parameter.device, sparse)
 
     @property
     def numel(self) -> int:

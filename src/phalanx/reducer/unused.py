@@ -69,9 +69,7 @@ class ControlBlock:
             return
         tail.copy_(torch.tensor(self._compose(used, late, weight, flags), dtype=tail.dtype))
 
-    def _compose(
-        self, used: Sequence[bool] | None, late: Sequence[int], weight: float, flags: Flag
-    ) -> list[float]:
+    def _compose(self, used: Sequence[bool] | None, late: Sequence[int], weight: float, flags: Flag) -> list[float]:
         numbers = [0.0] * self.length
         for index in range(self._num_parameters):
             numbers[index] = 1.0 if used is None or used[index] else 0.0

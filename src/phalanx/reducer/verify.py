@@ -37,7 +37,9 @@ class TensorEntry:
 
     def shown(self) -> str:
         trained = "" if self.trained or self.role == "buffer" else ", frozen"
-        return f"{self.name} ({self.role} of shape {list(self.shape)}, {self.dtype}, strides {list(self.stride)}{trained})"
+        return (
+            f"{self.name} ({self.role} of shape {list(self.shape)}, {self.dtype}, strides {list(self.stride)}{trained})"
+        )
 
 
 def first_difference(mine: Sequence[TensorEntry], theirs: Sequence[TensorEntry]) -> str | None:

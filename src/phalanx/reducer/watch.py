@@ -56,7 +56,9 @@ class ModuleWatch:
     def added(self, module: nn.Module) -> list[str]:
         """Names that were not there."""
         known = set(self._names)
-        return [name for name, _ in named_trained_parameters(module, self._ignored, all_of_them=True) if name not in known]
+        return [
+            name for name, _ in named_trained_parameters(module, self._ignored, all_of_them=True) if name not in known
+        ]
 
 
 def named_trained_parameters(

@@ -141,7 +141,7 @@ class Logger:
         unused = [slot for slot in self._engine.slots if slot.expected == 0]
         ints["unused_parameter_size"] = sum(s.parameter.numel() * s.parameter.element_size() for s in unused)
         strs["prev_iteration_grad_ready_order_indices"] = ", ".join(
-            str(index) for index in self._engine.arrival_order
+            str(index) for index in self._engine.planner.arrival_order
         )
 
     # -- read by the user -----------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ class Logger:
         stats = self._engine.stats
         ints["num_buckets_reduced"] = stats.buckets_launched
         ints.setdefault("has_rebuilt_buckets", 0)
-        if self._engine.has_replanned:
+        if self._engine.planner.has_replanned:
             ints["has_rebuilt_buckets"] = 1
             strs["rebuilt_bucket_sizes"] = self._bucket_sizes()
             strs["rebuilt_per_bucket_param_indices"] = ", ".join(

@@ -106,7 +106,9 @@ class DistributedDataParallel(TorchDDP):
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         if check_reduction:
             warnings.warn(
-                "`check_reduction` is deprecated and does nothing: reduction always completes.", FutureWarning, stacklevel=2
+                "`check_reduction` is deprecated and does nothing: reduction always completes.",
+                FutureWarning,
+                stacklevel=2,
             )
         self.broadcast_bucket_size = 250 * 1024 * 1024
         self._caps = BucketCaps.of(bucket_cap_mb, bucket_cap_mb_list)
@@ -222,7 +224,11 @@ class DistributedDataParallel(TorchDDP):
         for prefix, submodule in self.module.named_modules():
             for key, parameter in submodule.named_parameters(recurse=False):
                 name = f"{prefix}.{key}"
-                if parameter.requires_grad and name not in self.parameters_to_ignore and key not in self._ignored_here(prefix):
+                if (
+                    parameter.requires_grad
+                    and name not in self.parameters_to_ignore
+                    and key not in self._ignored_here(prefix)
+                ):
                     found.setdefault(id(parameter), (name, parameter))
         self._assign_modules_buffers()
         named = list(found.values())
@@ -262,7 +268,9 @@ class DistributedDataParallel(TorchDDP):
         try:
             verify_same(group, [TensorEntry.of(name, parameter, "parameter") for name, parameter in named])
         except MismatchError as error:
-            raise MismatchError(f"DDP expects same model across all ranks, but {error.message}", rank=group.rank) from None
+            raise MismatchError(
+                f"DDP expects same model across all ranks, but {error.message}", rank=group.rank
+            ) from None
         finally:
             group.topics.discard(topic)
 
@@ -493,7 +501,9 @@ class DistributedDataParallel(TorchDDP):
         self, bufs: Sequence[torch.Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
     ) -> None:
         self._distributed_broadcast_coalesced(
-            self.modules_buffers if bufs is None else bufs, bucket_size or self.broadcast_bucket_size, authoritative_rank
+            self.modules_buffers if bufs is None else bufs,
+            bucket_size or self.broadcast_bucket_size,
+            authoritative_rank,
         )
 
     def _distributed_broadcast_coalesced(
@@ -567,9 +577,7 @@ class DistributedDataParallel(TorchDDP):
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         if sample_rate < 1:
-            self._log_and_throw(
-                ValueError, "DDP runtime logging sample rate should be equal or greater than 1"
-            )
+            self._log_and_throw(ValueError, "DDP runtime logging sample rate should be equal or greater than 1")
         assert self.logger is not None
         self.logger.set_sample_rate(sample_rate)
 
@@ -667,4 +675,3 @@ def _cloned(output: Any) -> Any:
         return output
     fresh = [t.clone() if isinstance(t, torch.Tensor) and t.grad_fn is not None else t for t in tensors]
     return torch.utils._pytree.tree_unflatten(fresh, spec)
-

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from phalanx.reducer.options import Placement, ReducerOptions
 from phalanx.reducer.plan import MIB, BucketPolicy
-from phalanx.reducer.reducer import Placement, ReducerOptions
 
 DEFAULT_CAP_MB = 25
 

@@ -26,6 +26,7 @@ class TorchReducer:
         self.armed = False
         self.owes_step = False
         """Whether a forward pass announced a step that has not taken place yet."""
+        self._num_plans = engine.stats.num_plans
         self._process_group = process_group
         self._find_unused = find_unused
         self._on_error = on_error
@@ -84,8 +85,8 @@ class TorchReducer:
 
     def _rebuild_buckets(self) -> bool:
         """Whether buckets were laid out anew since this was last asked; the engine does so by itself."""
-        replanned, self.engine.replanned_unseen = self.engine.replanned_unseen, False
-        return replanned
+        before, self._num_plans = self._num_plans, self.engine.stats.num_plans
+        return before != self._num_plans and self.engine.planner.has_replanned
 
     def _push_all_rebuilt_params(self) -> None:
         return None
@@ -156,9 +157,7 @@ def unfinished_message(waiting: Sequence[ParameterSlot], rank: int, *, static: b
     lines.append(
         f"Parameter indices which did not receive grad for rank {rank}: {' '.join(str(slot.index) for slot in waiting)}"
     )
-    lines.append(
-        f"Parameters which did not receive grad for rank {rank}: {', '.join(slot.name for slot in waiting)}"
-    )
+    lines.append(f"Parameters which did not receive grad for rank {rank}: {', '.join(slot.name for slot in waiting)}")
     if dist.get_debug_level() == dist.DebugLevel.OFF:
         lines.append(
             "For more of this kind, set the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL."

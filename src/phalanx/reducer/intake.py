@@ -1,0 +1,84 @@
+"""How a gradient gets into its bucket: scaled by this rank's share, added up if it comes twice, zeros if it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from phalanx.reducer.bucket import Bucket, BucketState, ParameterSlot
+from phalanx.reducer.options import Placement
+
+
+class Intake:
+    """Fills buckets from ``.grad``. One per reducer; `begin` sets it up for a step."""
+
+    def __init__(self, placement: Placement) -> None:
+        self.placement = placement
+        self.store: Callable[..., object] = torch.mul
+        """Writes ``(gradient, factor, out=view)``."""
+        self.irregular = False
+        """Whether some parameter of this step did not arrive once, as it did before: nothing is then taken for granted."""
+
+    def begin(self, buckets: Sequence[Bucket], factor: float) -> None:
+        """Multiply with `factor` on the way in."""
+        self.store = _copy if factor == 1.0 else torch.mul
+        for bucket in buckets:
+            bucket.scale.fill_(factor)
+
+    def fill(self, slot: ParameterSlot) -> None:
+        """Put what is in ``.grad`` into the bucket, added to what this pass has put there before."""
+        bucket, parameter = slot.bucket, slot.parameter
+        gradient = parameter.grad
+        assert gradient is not None
+        if bucket.spec.sparse:
+            return  # a sparse gradient stays where it is until its bucket leaves
+        gradient = gradient.detach()
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        if self.placement is Placement.OWNED and slot.seen > 1:
+            slot.view.add_(gradient if self.store is _copy else gradient * bucket.scale)
+        else:
+            self.store(gradient, bucket.scale, out=slot.view)
+        if self.placement is Placement.OWNED:
+            parameter.grad = None
+        elif self.placement is Placement.VIEW:
+            parameter.grad = slot.shown
+
+    def take_late(self, slot: ParameterSlot) -> None:
+        """One more than was expected: into the bucket if it is still here, else aside, for a second round."""
+        if slot.bucket.state is BucketState.FILLING:
+            self.fill(slot)
+            return
+        slot.sticky = slot.sticky or slot.seen == 1
+        gradient = slot.parameter.grad
+        assert gradient is not None
+        gradient = gradient.detach()
+        slot.late = gradient if slot.late is None else slot.late + gradient
+        slot.parameter.grad = None
+
+    def settle(self, slot: ParameterSlot) -> None:
+        """Nothing more comes for this parameter: its place gets what this rank has for it, or zeros."""
+        self.irregular = True
+        gradient = slot.parameter.grad
+        if slot.seen:  # fewer arrivals than before; what has come counts
+            if self.placement is not Placement.OWNED:
+                self.fill(slot)
+        elif slot.dirty and gradient is not None:
+            slot.seen = 1
+            self.fill(slot)
+        elif not slot.bucket.spec.sparse:
+            self._fill_absent(slot)
+
+    def _fill_absent(self, slot: ParameterSlot) -> None:
+        """No gradient of this pass. An old one that the user kept counts in the average, and stays if nobody used it."""
+        gradient = slot.parameter.grad
+        if gradient is None:
+            slot.view.zero_()
+            return
+        slot.stale = gradient.clone() if gradient is slot.shown else gradient
+        self.store(slot.stale.detach(), slot.bucket.scale, out=slot.view)
+
+
+def _copy(gradient: torch.Tensor, _: torch.Tensor, *, out: torch.Tensor) -> None:
+    out.copy_(gradient)
