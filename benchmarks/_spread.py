@@ -24,9 +24,7 @@ class Spread:
 
 def spread(values: Sequence[float]) -> Spread:
     source = random.Random(0)
-    medians = sorted(
-        statistics.median(source.choices(values, k=len(values))) for _ in range(NUM_RESAMPLES)
-    )
+    medians = sorted(statistics.median(source.choices(values, k=len(values))) for _ in range(NUM_RESAMPLES))
     return Spread(
         statistics.median(values), medians[int(0.025 * NUM_RESAMPLES)], medians[int(0.975 * NUM_RESAMPLES) - 1]
     )

@@ -35,7 +35,11 @@ from phalanx import events
 from phalanx.api.replicate import replica_of
 
 TorchDDP = torch.nn.parallel.DistributedDataParallel
-RAISED = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TOP_PAD_": str(1 << 26)}
+RAISED = {
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+    "MALLOC_TOP_PAD_": str(1 << 26),
+}
 ALLOCATORS: dict[str, dict[str, str]] = {"default": {}, "raised": RAISED}
 WARM_UP_ROUNDS = 4
 

@@ -9,6 +9,7 @@ BACKEND=gloo runs what torch runs on Gloo, and BACKEND=mpi adds the all_to_all t
 WORLD_SIZE (default 2) sets the number of ranks. Tests written for one GPU per rank run with all ranks on one device
 (see one_device.py): the CPU, or with DEVICE=cuda:0 that GPU. DEVICE=own gives every rank its own, as they were written.
 """
+
 from __future__ import annotations
 
 import functools
@@ -26,15 +27,14 @@ os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-import torch.distributed.algorithms.model_averaging.averagers  # noqa: E402
-import torch.distributed.algorithms.model_averaging.hierarchical_model_averager  # noqa: E402
-import torch.distributed.optim.post_localSGD_optimizer  # noqa: E402
-import torch.nn.parallel.distributed  # noqa: E402
-import torch.utils.data.distributed  # noqa: E402
-
-from one_device import on_one_device, share  # noqa: E402
+import torch
+import torch.distributed as dist
+import torch.distributed.algorithms.model_averaging.averagers
+import torch.distributed.algorithms.model_averaging.hierarchical_model_averager
+import torch.distributed.optim.post_localSGD_optimizer
+import torch.nn.parallel.distributed
+import torch.utils.data.distributed
+from one_device import on_one_device, share
 
 AVERAGING = torch.distributed.algorithms.model_averaging
 SWAPPED = {
@@ -133,6 +133,7 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--lines"]:
         for test in sys.argv[2:]:
             TestPeer(test).run(_Lines()) if hasattr(TestPeer, test) else print(
-                json.dumps({"test": test, "outcome": "absent", "why": "not in this torch", "seconds": 0}), flush=True)
+                json.dumps({"test": test, "outcome": "absent", "why": "not in this torch", "seconds": 0}), flush=True
+            )
     else:
         run_tests()

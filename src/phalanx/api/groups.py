@@ -31,8 +31,9 @@ def set_timeout(timeout_s: float, group: dist.ProcessGroup | None = None) -> Non
         raise ValueError(f"a time-out is a positive number of seconds, got {timeout_s!r}")
     chosen = group if group is not None else distributed_c10d._get_default_group()
     timeout = timedelta(seconds=timeout_s)
-    if dist.get_backend(chosen) == "phalanx":
-        chosen._set_default_timeout(timeout)
+    own = getattr(chosen, "set_timeout", None)
+    if dist.get_backend(chosen) == "phalanx" and own is not None:
+        own(timeout)
     else:
         distributed_c10d._set_pg_timeout(timeout, chosen)
 

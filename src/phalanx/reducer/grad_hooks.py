@@ -122,7 +122,7 @@ def _depth() -> int:
 
 
 def _queue(callback: Callable[[], None]) -> None:
-    Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    Variable._execution_engine.queue_callback(callback)
 
 
 def hook_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Callable[[], None]:

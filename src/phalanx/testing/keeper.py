@@ -12,7 +12,7 @@ import socket
 from datetime import timedelta
 from typing import NoReturn
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not list it
+from torch.distributed import TCPStore  # torch does not list it
 
 from phalanx.testing.rank import die_with_parent
 

@@ -23,7 +23,7 @@ from typing import IO, Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch does not list them
+from torch.distributed import PrefixStore, TCPStore  # torch does not list them
 
 from phalanx.testing import body as bodies
 from phalanx.testing import wire

@@ -47,6 +47,10 @@ class DistributedDataParallel(TorchDDP):
     off with `phalanx.replicate`, which needs no wrapper and no flags.
     """
 
+    # In the place of torch's C++ objects, with their methods.
+    logger: Logger | None  # type: ignore[assignment]
+    reducer: TorchReducer  # type: ignore[assignment]
+
     def __init__(
         self,
         module: nn.Module,
@@ -72,7 +76,7 @@ class DistributedDataParallel(TorchDDP):
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
-        self.logger: Logger | None = None
+        self.logger = None
         if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
             raise ValueError(
                 "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
@@ -197,8 +201,8 @@ class DistributedDataParallel(TorchDDP):
             more = (
                 "its value is ignored, since `forward_sync_buffers` is given too."
                 if forward_sync_buffers is not None
-                else "use `forward_sync_buffers`. Mind that `forward_sync_buffers=False`, unlike `broadcast_buffers=False`, "
-                "still copies rank 0's buffers once, at construction."
+                else "use `forward_sync_buffers`. Mind that its False, unlike that of `broadcast_buffers`, still copies "
+                "rank 0's buffers once, at construction."
             )
             warnings.warn(f"`broadcast_buffers` is deprecated: {more}", FutureWarning, stacklevel=3)
         if forward_sync_buffers is not None:
@@ -417,7 +421,7 @@ class DistributedDataParallel(TorchDDP):
             self.reducer.prepare_for_forward()
         work = Join.notify_join_context(self)
         if work:
-            self.reducer._set_forward_pass_work_handle(work, self._divide_by_initial_world_size)
+            self.reducer._set_forward_pass_work_handle(work, bool(self._divide_by_initial_world_size))
         if torch.is_grad_enabled() and self.reducer._rebuild_buckets():
             self._has_rebuilt_buckets = True
         if self._check_sync_bufs_pre_fwd():
@@ -654,7 +658,7 @@ class _WatchedDDP:
         return self._torch_reducer.owes_step
 
 
-def _new(cls: type) -> Any:
+def _new(cls: Any) -> Any:
     return cls.__new__(cls)
 
 

@@ -84,7 +84,7 @@ def _direct(call: Call, flat: Tensor, op: str, parcels: dict[int, Parcel]) -> No
                 memory = mesh.arena.segments[parcel.segment].peers[i]
                 mine.append(memory[base : base + (stop - start) * size].view(flat.dtype))
         block = DIRECT_BLOCK_BYTES // size
-        for pieces in zip(*(chunk.split(block) for chunk in mine), strict=True):  # type: ignore[no-untyped-call]
+        for pieces in zip(*(chunk.split(block) for chunk in mine), strict=True):
             total = pieces[0]  # nobody else reads our chunk, so the sum may be built up where rank 0's part was
             fold(op, pieces, total, 0)
             for piece in pieces[1:]:

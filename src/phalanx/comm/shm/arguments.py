@@ -90,7 +90,7 @@ def splits(given: Sequence[int] | None, size: int, rows: int, name: str) -> list
 def cut(tensor: Tensor, rows: Sequence[int]) -> list[Tensor]:
     """A contiguous tensor cut along its first dimension, as flat views."""
     width = tensor.numel() // tensor.shape[0] if tensor.dim() and tensor.shape[0] else 0
-    return list(flat(tensor).split([n * width for n in rows]))  # type: ignore[no-untyped-call]
+    return list(flat(tensor).split([n * width for n in rows]))
 
 
 def seconds(timeout: timedelta | None, default_s: float) -> float:

@@ -99,7 +99,7 @@ class Operations:
         def act(timeout_s: float) -> None:
             packed = torch.cat([readable(t) for t in tensors])
             self._ops.all_reduce(packed, op, timeout_s=timeout_s, signature=said)
-            parts = packed.split([t.numel() for t in tensors])  # type: ignore[no-untyped-call]
+            parts = packed.split([t.numel() for t in tensors])
             for t, flat in zip(tensors, parts, strict=True):
                 t.detach().copy_(flat.view(t.shape))
 
