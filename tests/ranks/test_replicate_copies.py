@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import os
 import pickle
+import sys
 import weakref
 
+import pytest
 import torch
 import torch.distributed as dist
 from tests.ranks.replicas import SMALL, batch, check_steps, equal_on_all_ranks, mlp, plain_loss
@@ -154,3 +157,23 @@ def test_gradients_outlive_the_model() -> None:
     del model
     gc.collect()
     assert torch.equal(gradient, torch.ones(1, 2))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+def test_replicating_again_and_again_keeps_no_sockets(backend: str) -> None:
+    _again_and_again(backend)
+
+
+@ranks(2, backend=None, timeout_s=50)
+def _again_and_again(backend: str) -> None:
+    dist.init_process_group(backend)
+    counts = []
+    for _ in range(6):
+        model = px.replicate(mlp())
+        model(batch(dist.get_rank())).sum().backward()
+        dist.barrier()
+        del model
+        gc.collect()
+        counts.append(len(os.listdir("/proc/self/fd")))
+    assert max(counts[1:]) <= counts[0], counts

@@ -14,7 +14,7 @@ from torch import nn
 
 from phalanx.api import optimizer_watch
 from phalanx.api.buffers import BufferPolicy, BufferSync, check_policy
-from phalanx.comm.c10d import C10dGroup, group_of, own_group
+from phalanx.comm.c10d import C10dGroup, group_of, own_group, release_group
 from phalanx.comm.coalesced import broadcast_coalesced
 from phalanx.comm.group import Group
 from phalanx.errors import MismatchError, ReducerStateError
@@ -85,7 +85,9 @@ def replicate(
     if init_sync:
         state = [tensor for _, tensor in _named_state(module, ignored)]
         broadcast_coalesced(own, state, source=0)
-    _replicas[module] = Replica(module, own, policy, buffers, ignored)
+    replica = _replicas[module] = Replica(module, own, policy, buffers, ignored)
+    if own is not group:
+        weakref.finalize(replica, release_group, own.process_group).atexit = False
     return module
 
 

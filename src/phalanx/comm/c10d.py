@@ -101,6 +101,18 @@ def own_group(process_group: dist.ProcessGroup) -> dist.ProcessGroup:
     return made
 
 
+def release_group(process_group: dist.ProcessGroup) -> None:
+    """Close a group that `own_group` made, on this rank: its sockets and threads would stay until the job's end.
+
+    NCCL's is left to the end: closing a communicator is collective, and this is called when a model is collected.
+    """
+    known = distributed_c10d._world.pg_map
+    if process_group not in known or process_group is dist.group.WORLD:
+        return
+    if "nccl" not in _backends_of(process_group).values():
+        dist.destroy_process_group(process_group)
+
+
 def _timeout_s(process_group: dist.ProcessGroup) -> float:
     try:
         device = next(iter(process_group._device_types))
