@@ -73,7 +73,12 @@ class BatchNormNet(nn.Module):
         super().__init__()
         torch.manual_seed(3)
         self.features = nn.Sequential(
-            nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU()
+            nn.Conv2d(1, 4, 3, padding=1),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.Conv2d(4, 4, 3),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
         )
         self.head = nn.Linear(4 * 4 * 4, 3)
 

@@ -79,7 +79,9 @@ def test_torchs_hooks_on_bucket_views(which: str) -> None:
     pair.train(square_loss, steps=6)
 
 
-@pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"static_graph": True}], ids=["unused", "static"])
+@pytest.mark.parametrize(
+    "options", [{"find_unused_parameters": True}, {"static_graph": True}], ids=["unused", "static"]
+)
 @ranks(2)
 def test_hooks_with_unused_parameters(options: dict) -> None:
     pair = Pair.of(Branches, **options)

@@ -76,7 +76,9 @@ class Mixed(nn.Module):
         return torch.view_as_real(hidden.float() * self.rotation).square().sum(-1)
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, SMALL_BUCKETS], ids=["plain", "view", "small"])
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_as_bucket_view": True}, SMALL_BUCKETS], ids=["plain", "view", "small"]
+)
 @ranks(2)
 def test_mixed_and_complex_dtypes(options: dict) -> None:
     Pair.of(Mixed, **options).train(square_loss, lr=0.001, steps=8)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 
-def problem_with(hook: Any) -> Exception | None:
+def problem_with_hook(hook: Any) -> Exception | None:
     """What is wrong with a hook, as the error to raise; None where nothing is."""
     if not callable(hook):
         return TypeError("Communication hook must be callable.")

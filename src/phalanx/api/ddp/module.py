@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
-import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -16,21 +15,28 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocation, _tree_flatten_with_rref
+from torch.nn.parallel.distributed import _tree_flatten_with_rref
 
 from phalanx.api import optimizer_watch
+from phalanx.api.ddp.buffer_sync import BufferSync
+from phalanx.api.ddp.construction import (
+    choose_buffer_sync,
+    choose_group,
+    problem_with,
+    sync_module_states,
+    trained_parameters,
+    verify_alike,
+)
 from phalanx.api.ddp.inputs import to_device
 from phalanx.api.ddp.logger import Logger
 from phalanx.api.ddp.options import BucketCaps, Devices, engine_options
+from phalanx.api.ddp.pickling import nearest_importable, new
 from phalanx.api.ddp.torch_reducer import TorchReducer
 from phalanx.comm.c10d import C10dGroup, group_of
-from phalanx.comm.coalesced import broadcast_coalesced
-from phalanx.errors import MismatchError
 from phalanx.hooks.builtin import builtin_hook
 from phalanx.hooks.call import HookCall, TorchHook, hook_name
-from phalanx.hooks.registration import problem_with
+from phalanx.hooks.registration import problem_with_hook
 from phalanx.reducer.reducer import Reducer
-from phalanx.reducer.verify import TensorEntry, verify_same
 from phalanx.reducer.watch import expects_sparse
 
 if TYPE_CHECKING:
@@ -39,7 +45,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class DistributedDataParallel(TorchDDP):
+class DistributedDataParallel(BufferSync, TorchDDP):
     """Wraps a module so that backward averages its gradients over the ranks: torch's class, on Phalanx's engine.
 
     Arguments, attributes and errors are those of `torch.nn.parallel.DistributedDataParallel`, whose documentation
@@ -83,24 +89,21 @@ class DistributedDataParallel(TorchDDP):
             )
         if mixed_precision is not None:
             raise ValueError("mixed_precision is not supported yet; use torch.autocast, or torch's own class")
-        self._choose_group(module, process_group, device_mesh)
+        self.process_group = choose_group(module, process_group, device_mesh)
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
         self._delay_all_reduce_params: list[nn.Parameter] = []
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         for name, parameter in delay_all_reduce_named_params or ():
             self.parameters_to_ignore.add(name)
             self._delay_all_reduce_params.append(parameter)
         self._module_parameters = [p for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
-        problem = self._problem_with_parameters(module)
-        if problem is not None:
-            self._tell_peers_and_raise(problem, init_sync=init_sync)
-        devices = Devices.of(self._module_parameters or self._delay_all_reduce_params, device_ids, output_device)
-        self.is_multi_device_module, self.device_type = devices.several, devices.type
-        self.device_ids, self.output_device = devices.ids, devices.output
+        self._set_devices(module, device_ids, output_device, init_sync=init_sync)
         self.static_graph = False
         self.dim = dim
         self.module = module
         self.device = (self._module_parameters or self._delay_all_reduce_params)[0].device
-        init_sync_buffers = self._choose_buffer_sync(broadcast_buffers, forward_sync_buffers)
+        self.forward_sync_buffers, init_sync_buffers = choose_buffer_sync(broadcast_buffers, forward_sync_buffers)
         self.find_unused_parameters = find_unused_parameters
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
@@ -138,7 +141,7 @@ class DistributedDataParallel(TorchDDP):
         parameters, sparse = self._build_params_for_reducer()
         names = self._build_debug_param_to_name_mapping(parameters)
         if init_sync:
-            self._verify([(names[index], parameter) for index, parameter in enumerate(parameters)])
+            verify_alike(self._group(), [(names[index], parameter) for index, parameter in enumerate(parameters)])
             self._sync_module_states(source=0, buffers=init_sync_buffers)
         self._build_engine(parameters, sparse, names, static_graph)
         if static_graph:
@@ -146,117 +149,49 @@ class DistributedDataParallel(TorchDDP):
 
     # -- construction ---------------------------------------------------------------------------------------------
 
-    def _choose_group(
-        self, module: nn.Module, process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None
+    def _set_devices(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None,
+        output_device: int | torch.device | None,
+        *,
+        init_sync: bool,
     ) -> None:
-        if process_group is not None and device_mesh is not None:
-            raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
-        if device_mesh is None:
-            self.process_group = (
-                process_group if process_group is not None else dist.distributed_c10d._get_default_group()
-            )
-            return
-        if device_mesh.ndim != 1:
-            raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
-        self.device_mesh = device_mesh
-        self.process_group = device_mesh.get_group(mesh_dim=0)
-        if device_mesh._get_root_mesh() != device_mesh:
-            # A slice of a larger mesh: parameters may be sharded along the other axis.
-            from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
-
-            _pre_dp_module_transform(module)
-
-    def _problem_with_parameters(self, module: nn.Module) -> Exception | None:
-        names = {id(parameter): name for name, parameter in module.named_parameters()}
-        if not any(parameter.requires_grad for parameter in self._module_parameters):
-            if self._delay_all_reduce_params:
-                logger.info("Delay the AllReduce of all parameters.")
-                return None
-            return RuntimeError(
-                "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
-            )
-        for parameter in self._module_parameters:
-            if isinstance(parameter, nn.parameter.UninitializedParameter):
-                return RuntimeError(
-                    "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. Run a dummy "
-                    f"forward pass to correctly initialize the modules (parameter {names[id(parameter)]})"
-                )
-            if parameter.device.type == "meta":
-                return RuntimeError(
-                    f"parameter {names[id(parameter)]} is on the meta device and holds no values: materialise the module "
-                    "(to_empty and initialise, or load a state_dict) before wrapping it"
-                )
-        return None
-
-    def _tell_peers_and_raise(self, problem: Exception, *, init_sync: bool) -> None:
-        """A rank that cannot go on says why before it raises: the others would wait for it in their verification."""
-        if init_sync:
-            group = self._group()
-            group.post_failure(_verifying(group), f"it could not wrap its model: {problem}")
-        raise problem
-
-    def _choose_buffer_sync(self, broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
-        """Set `forward_sync_buffers` from the new argument and the deprecated one; returns whether init syncs buffers."""
-        if broadcast_buffers is not None:
-            more = (
-                "its value is ignored, since `forward_sync_buffers` is given too."
-                if forward_sync_buffers is not None
-                else "use `forward_sync_buffers`. Mind that its False, unlike that of `broadcast_buffers`, still copies "
-                "rank 0's buffers once, at construction."
-            )
-            warnings.warn(f"`broadcast_buffers` is deprecated: {more}", FutureWarning, stacklevel=3)
-        if forward_sync_buffers is not None:
-            self.forward_sync_buffers = forward_sync_buffers
-            return True
-        self.forward_sync_buffers = True if broadcast_buffers is None else broadcast_buffers
-        return self.forward_sync_buffers
-
-    @property
-    def broadcast_buffers(self) -> bool:
-        return bool(self.forward_sync_buffers)
-
-    @broadcast_buffers.setter
-    def broadcast_buffers(self, value: bool) -> None:
-        self.forward_sync_buffers = value
+        """Look at what is to be wrapped. A rank that cannot go on says why to the others, which come to verify."""
+        problem = problem_with(module, self._module_parameters, delayed=bool(self._delay_all_reduce_params))
+        parameters = self._module_parameters or self._delay_all_reduce_params
+        try:
+            devices = None if problem is not None else Devices.of(parameters, device_ids, output_device)
+        except ValueError as error:
+            problem = error
+        if problem is not None:
+            if init_sync:
+                verify_alike(self._group(), (), problem)
+            raise problem
+        assert devices is not None
+        self.is_multi_device_module, self.device_type = devices.several, devices.type
+        self.device_ids, self.output_device = devices.ids, devices.output
 
     def _group(self) -> C10dGroup:
         return group_of(self.process_group)
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
         """Parameters that need a gradient and are not ignored, each once, and which of them have sparse gradients."""
-        found: dict[int, tuple[str, nn.Parameter]] = {}
-        for prefix, submodule in self.module.named_modules():
-            for key, parameter in submodule.named_parameters(recurse=False):
-                name = f"{prefix}.{key}"
-                if (
-                    parameter.requires_grad
-                    and name not in self.parameters_to_ignore
-                    and key not in self._ignored_here(prefix)
-                ):
-                    found.setdefault(id(parameter), (name, parameter))
+        named = trained_parameters(self.module, self.parameters_to_ignore)
         self._assign_modules_buffers()
-        named = list(found.values())
         return [parameter for _, parameter in named], expects_sparse(self.module, named)
-
-    def _ignored_here(self, prefix: str) -> set[str]:
-        """Names of the root module's own parameters have no dot; those of submodules always do."""
-        return self.parameters_to_ignore if not prefix else set()
 
     def _build_debug_param_to_name_mapping(self, parameters: Sequence[nn.Parameter]) -> dict[int, str]:
         index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         mapping: dict[int, str] = {}
-        for prefix, submodule in self.module.named_modules():
-            for key, parameter in submodule.named_parameters(recurse=False):
-                name = f"{prefix}.{key}" if prefix else key
-                if name in self.parameters_to_ignore or not parameter.requires_grad:
-                    continue
-                if id(parameter) not in index_of:
-                    self._log_and_throw(
-                        ValueError,
-                        f"Param with name {name} found in module parameters, but not DDP parameters. "
-                        "It was added, or its requires_grad changed, after the module was wrapped.",
-                    )
-                mapping.setdefault(index_of[id(parameter)], name)
+        for name, parameter in trained_parameters(self.module, self.parameters_to_ignore):
+            if id(parameter) not in index_of:
+                self._log_and_throw(
+                    ValueError,
+                    f"Param with name {name} found in module parameters, but not DDP parameters. "
+                    "It was added, or its requires_grad changed, after the module was wrapped.",
+                )
+            mapping[index_of[id(parameter)]] = name
         if len(mapping) != len(index_of):
             self._log_and_throw(
                 ValueError,
@@ -265,24 +200,8 @@ class DistributedDataParallel(TorchDDP):
             )
         return mapping
 
-    def _verify(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
-        group = self._group()
-        topic = _verifying(group)
-        group.topics.add(topic)
-        try:
-            verify_same(group, [TensorEntry.of(name, parameter, "parameter") for name, parameter in named])
-        except MismatchError as error:
-            raise MismatchError(
-                f"DDP expects same model across all ranks, but {error.message}", rank=group.rank
-            ) from None
-        finally:
-            group.topics.discard(topic)
-
     def _sync_module_states(self, *, source: int, buffers: bool) -> None:
-        state = [p.detach() for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
-        if buffers:
-            state += [b for n, b in self.module.named_buffers() if n not in self.parameters_to_ignore]
-        broadcast_coalesced(self._group(), state, source=source)
+        sync_module_states(self._group(), self.module, self.parameters_to_ignore, source=source, buffers=buffers)
 
     def _build_engine(
         self, parameters: Sequence[nn.Parameter], sparse: Sequence[bool], names: dict[int, str], static: bool
@@ -316,13 +235,6 @@ class DistributedDataParallel(TorchDDP):
             self._watched = _WatchedDDP(self._engine, self.reducer)
             optimizer_watch.watch(self._watched)
 
-    def _assign_modules_buffers(self) -> None:
-        """Look the buffers up anew: a module may have replaced them."""
-        self.named_module_buffers = {
-            name: buffer for name, buffer in self.module.named_buffers() if name not in self.parameters_to_ignore
-        }
-        self.modules_buffers = list(self.named_module_buffers.values())
-
     def _passing_sync_batchnorm_handle(self, module: nn.Module) -> None:
         if self.device_type == "cpu":
             for layer in module.modules():
@@ -348,7 +260,7 @@ class DistributedDataParallel(TorchDDP):
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A class that was made on the fly cannot be found again by its name: its nearest ancestor that can stands in.
         reduced = super().__reduce_ex__(protocol)
-        return (_new, (_importable(type(self)),), *reduced[2:])
+        return (new, (nearest_importable(type(self)),), *reduced[2:])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.process_group = dist.distributed_c10d._get_default_group()
@@ -456,65 +368,6 @@ class DistributedDataParallel(TorchDDP):
         self._clear_grad_buffer()
         return output
 
-    # -- buffers --------------------------------------------------------------------------------------------------
-
-    def will_sync_module_buffers(self) -> bool:
-        return bool(self.require_forward_param_sync and self.forward_sync_buffers and self.modules_buffers)
-
-    def _check_sync_bufs_pre_fwd(self) -> bool:
-        return self.will_sync_module_buffers() and self._buffer_hook_location() == _BufferCommHookLocation.PRE_FORWARD
-
-    def _check_sync_bufs_post_fwd(self) -> bool:
-        return self.will_sync_module_buffers() and self._buffer_hook_location() == _BufferCommHookLocation.POST_FORWARD
-
-    def _buffer_hook_location(self) -> _BufferCommHookLocation:
-        hook = getattr(self, "buffer_hook", None)
-        return _BufferCommHookLocation.PRE_FORWARD if hook is None else hook.buffer_comm_hook_location
-
-    def _register_buffer_comm_hook(
-        self,
-        state: Any,
-        hook: Callable[[Any, dict[str, torch.Tensor]], Any],
-        comm_hook_location: _BufferCommHookLocation = _BufferCommHookLocation.POST_FORWARD,
-    ) -> None:
-        """Let `hook(state, named_buffers)` synchronise buffers; futures that it returns are awaited in backward."""
-        if not callable(hook):
-            raise AssertionError(f"hook must be callable, got {type(hook).__name__}")
-        self.buffer_hook = _BufferCommHook(
-            buffer_comm_hook=hook, buffer_comm_hook_state=state, buffer_comm_hook_location=comm_hook_location
-        )
-
-    def _sync_buffers(self) -> None:
-        with torch.no_grad():
-            # Under the join context rank 0 may have run out, and with it its buffers: agree on a rank that has not.
-            source = self._find_common_rank(self._distributed_rank, True) if self._join_config.enable else 0
-            self._assign_modules_buffers()
-            with torch.autograd._unsafe_preserve_version_counter(tuple(self.modules_buffers)):
-                self._sync_module_buffers(source)
-
-    def _sync_module_buffers(self, authoritative_rank: int) -> None:
-        hook = getattr(self, "buffer_hook", None)
-        if hook is None:
-            self._default_broadcast_coalesced(authoritative_rank=authoritative_rank)
-            return
-        futures = hook.buffer_comm_hook(hook.buffer_comm_hook_state, self.named_module_buffers)
-        if futures is not None:
-            self.reducer._install_post_backward_futures(futures)
-
-    def _default_broadcast_coalesced(
-        self, bufs: Sequence[torch.Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
-    ) -> None:
-        self._distributed_broadcast_coalesced(
-            self.modules_buffers if bufs is None else bufs,
-            bucket_size or self.broadcast_bucket_size,
-            authoritative_rank,
-        )
-
-    def _distributed_broadcast_coalesced(
-        self, tensors: Sequence[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
-    ) -> None:
-        broadcast_coalesced(self._group(), tensors, source=authoritative_rank, piece_bytes=buffer_size)
-
     # -- hooks ----------------------------------------------------------------------------------------------------
 
     def register_comm_hook(self, state: object, hook: TorchHook) -> None:
@@ -546,7 +399,7 @@ class DistributedDataParallel(TorchDDP):
             )
 
     def _check_comm_hook(self, hook: Any) -> None:
-        problem = problem_with(hook)
+        problem = problem_with_hook(hook)
         if problem is not None:
             self._log_and_throw(type(problem), str(problem))
 
@@ -636,11 +489,6 @@ class DistributedDataParallel(TorchDDP):
         self._ddp_sink_clone = val
 
 
-def _verifying(group: C10dGroup) -> str:
-    """The undertaking, by its number: all ranks wrap their models in the same order."""
-    return f"verifying model {group.next_serial()}"
-
-
 class _WatchedDDP:
     """A DDP that looks for unused parameters: a rank whose loss reached none of them owes its peers a step."""
 
@@ -656,20 +504,6 @@ class _WatchedDDP:
 
     def takes_part(self) -> bool:
         return self._torch_reducer.owes_step
-
-
-def _new(cls: Any) -> Any:
-    return cls.__new__(cls)
-
-
-def _importable(cls: type) -> type:
-    for candidate in cls.__mro__:
-        found: Any = sys.modules.get(candidate.__module__)
-        for part in candidate.__qualname__.split("."):
-            found = getattr(found, part, None)
-        if found is candidate:
-            return candidate
-    return cls
 
 
 def _cloned(output: Any) -> Any:
