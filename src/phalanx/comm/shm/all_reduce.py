@@ -4,7 +4,8 @@
 - direct: the tensors live in the arena. Rank r reduces chunk r straight out of everybody's memory and writes the
   result back to all. Nothing is copied first, and each block is written while it is still in the cache.
 - staged: tensors from elsewhere. Windows go through the staging memory, which stays in the cache: each rank publishes
-  the others' parts of a window, reduces its own part, publishes the result, and takes the others' results.
+  the others' parts of a window, reduces its own part, publishes the result, and takes the others' results. Two ranks
+  just publish all and sum both sides.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from phalanx.comm.shm.memory import buffer_at
 from phalanx.comm.shm.mesh import EAGER_BYTES, Call, Mesh
 from phalanx.comm.shm.wire import DIRECT, INLINE, RESULT, ROUND, STAGED, Parcel
 
+PAIR_WINDOW_BYTES = 1 << 20  # ours and the published one stay in the cache until they are summed
 DIRECT_BLOCK_BYTES = 256 << 10  # a block and its result fit a core's own cache
 
 _HERE = {n: Parcel(INLINE, n).pack() for n in range(65)}
@@ -41,6 +43,8 @@ def all_reduce(mesh: Mesh, flat: Tensor, op: str, *, timeout_s: float, signature
     parcels = {i: call.recv_entry(i) for i in mesh.others}
     if own.mode == DIRECT and all(p.mode == DIRECT for p in parcels.values()):
         _direct(call, flat, op, parcels)
+    elif mesh.size == 2 and own.mode == STAGED and parcels[mesh.others[0]].mode == STAGED:
+        _pair(call, flat, op)
     else:
         _Staged(call, flat, op).run()
 
@@ -93,6 +97,38 @@ def _direct(call: Call, flat: Tensor, op: str, parcels: dict[int, Parcel]) -> No
         call.send(i, wire.CLOSE)
     for i in mesh.others:
         call.recv(i, wire.CLOSE)
+
+
+def _pair(call: Call, flat: Tensor, op: str) -> None:
+    """Two ranks: each publishes its windows and sums both sides itself. Half the packets, and no result to fetch.
+
+    Three slots, as in `Streams`: by the packet of window w the peer says that it is done with w-2.
+    """
+    mesh = call.mesh
+    other = mesh.others[0]
+    segment = mesh.arena.segments[STAGING]
+    window = PAIR_WINDOW_BYTES // flat.element_size()
+    starts = range(0, flat.numel(), window)
+
+    def slot(memory: Tensor, number: int, numel: int) -> Tensor:
+        base = number % NUM_SLOTS * SLOT_BYTES
+        return memory[base : base + numel * flat.element_size()].view(flat.dtype)
+
+    def publish(number: int) -> None:
+        own = flat[starts[number] : starts[number] + window]
+        slot(segment.own, number, own.numel()).copy_(own)
+        call.send(other, ROUND, number)
+
+    publish(0)
+    for number, start in enumerate(starts):
+        call.recv(other, ROUND, number)
+        if number + 1 < len(starts):
+            publish(number + 1)
+        own = flat[start : start + window]
+        theirs = slot(segment.peers[other], number, own.numel())
+        fold(op, [own, theirs] if mesh.index == 0 else [theirs, own], own, mesh.index)
+    call.send(other, wire.CLOSE)
+    call.recv(other, wire.CLOSE)
 
 
 class _Staged:
