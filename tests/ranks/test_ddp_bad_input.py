@@ -164,5 +164,5 @@ def test_arguments_that_do_not_fit_on_one_rank_alone() -> None:
         with pytest.raises(ValueError, match="device_ids and output_device"):
             px.DistributedDataParallel(mlp(), device_ids=[0])
     else:
-        with pytest.raises(PhalanxError, match="rank 1.*device_ids and output_device"):
+        with pytest.raises(PhalanxError, match=r"rank 1.*device_ids and output_device"):
             px.DistributedDataParallel(mlp())

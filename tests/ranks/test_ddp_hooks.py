@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.optim  # before there is a process group: its import keeps one alive for good
 from tests.ranks.pairs import Branches, Pair, square_loss
 from tests.ranks.replicas import assert_gradients, average_gradients, batch, flush_engine, mlp, plain_loss
 from torch import nn
@@ -22,6 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     powerSGD_hook,
     register_ddp_comm_hook,
 )
+from torch.distributed.optim import _apply_optimizer_in_backward  # here: inside a group its import keeps that alive
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import phalanx as px
@@ -150,6 +150,26 @@ def test_an_optimizer_fused_into_the_hook() -> None:
         average_gradients(reference, plain_loss, step)
         optimizer.step()
         for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(mine, other)
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}])
+@ranks(2, allow_leaks="torch keeps the parameters given to _apply_optimizer_in_backward in a table for good")
+def test_optimizers_in_backward_step_on_the_averages(options: dict) -> None:
+    """torch's class cannot do this on the CPU; ours steps at the end of backward, on all ranks alike."""
+    rank = dist.get_rank()
+    module, reference = mlp(), mlp()
+    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+    model = px.DistributedDataParallel(module, **options)
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step in range(3):
+        with model.no_sync():
+            plain_loss(model, rank, 50 + step).backward()
+        plain_loss(model, rank, step).backward()
+        assert all(parameter.grad is None for parameter in module.parameters())
+        average_gradients(reference, lambda m, r, s: plain_loss(m, r, s) + plain_loss(m, r, 50 + s), step)
+        optimizer.step()
+        for mine, other in zip(module.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(mine, other)
 
 
@@ -331,7 +351,7 @@ def test_hooks_that_cannot_be_registered() -> None:
 
     wrong_bucket.__annotations__["bucket"] = int  # not as text
     wrong_return.__annotations__["return"] = int
-    with pytest.raises(ValueError, match="bucket annotation should be dist.GradBucket"):
+    with pytest.raises(ValueError, match=r"bucket annotation should be dist\.GradBucket"):
         model.register_comm_hook(None, wrong_bucket)
     with pytest.raises(ValueError, match="return annotation should be"):
         model.register_comm_hook(None, wrong_return)

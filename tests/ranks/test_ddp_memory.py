@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from tests.ranks.pairs import BatchNormNet, Branches, image_loss, square_loss
+from tests.ranks.pairs import BatchNormNet, Branches, square_loss
 from tests.ranks.replicas import batch, flush_engine, mlp
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks

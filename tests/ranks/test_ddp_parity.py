@@ -146,15 +146,19 @@ def test_uneven_inputs_with_accumulation() -> None:
     pair.compare_state("after join")
 
 
+def _uneven(model: nn.Module, rank: int) -> None:
+    with model.join(throw_on_early_termination=True):
+        for step in range(2 + rank):
+            model(batch(rank, step)).sum().backward()
+
+
 @ranks(2)
 def test_join_can_stop_all_ranks_early() -> None:
     rank = dist.get_rank()
     pair = Pair.of(mlp)
     for model in pair.both():
         with pytest.raises(RuntimeError, match=r"exhausted|Detected at least one rank"):
-            with model.join(throw_on_early_termination=True):
-                for step in range(2 + rank):
-                    model(batch(rank, step)).sum().backward()
+            _uneven(model, rank)
 
 
 @ranks(2)

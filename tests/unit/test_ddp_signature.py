@@ -41,6 +41,7 @@ INHERITED = {
     "_check_global_requires_backward_grad_sync": JOINING,
     "_check_and_sync_module_buffers": JOINING,
     "_find_common_rank": JOINING,
+    "_register_fused_optim": "registers a communication hook that steps; test_ddp_hooks shows that it works",
     "_register_delay_all_reduce_hook": "delayed reduction is apart from the reducer: a hook on one parameter",
     "_delayed_all_reduce_hook": "as above",
     "_clear_grad_buffer": "as above",
@@ -48,8 +49,6 @@ INHERITED = {
 NOT_THERE = {
     "_ddp_init_helper": "builds torch's C++ reducer; ours is built by _build_engine",
     "_register_accum_grad_hook": "torch.compile's Python reducer",
-    "_setup_in_backward_optimizers": "optimizers in backward: a later issue; called by nobody until then",
-    "_register_fused_optim": "optimizers in backward: a later issue",
     "_fire_reducer_autograd_hook": "torch's mixed precision, which the constructor refuses",
     "_root_copy_hook": "torch's mixed precision",
     "_module_wait_for_copy_hook": "torch's mixed precision",

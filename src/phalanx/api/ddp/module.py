@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _tree_flatten_with_rref
 
 from phalanx.api import optimizer_watch
+from phalanx.api.ddp.backward_optimizers import step_after_averaging
 from phalanx.api.ddp.buffer_sync import BufferSync
 from phalanx.api.ddp.construction import (
     choose_buffer_sync,
@@ -346,7 +347,12 @@ class DistributedDataParallel(BufferSync, TorchDDP):
         return inputs, kwargs
 
     def _lazy_init(self) -> None:
+        self._setup_in_backward_optimizers()
         self._lazy_init_ran = True
+
+    def _setup_in_backward_optimizers(self) -> None:
+        if not self._delay_all_reduce_all_params:
+            step_after_averaging(self._engine, self._module_parameters)
 
     def _post_forward(self, output: Any) -> Any:
         if self._delay_all_reduce_all_params:
