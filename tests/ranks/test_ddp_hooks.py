@@ -359,3 +359,74 @@ def test_hooks_that_cannot_be_registered() -> None:
         with pytest.raises(TypeError, match="BF16 all reduce communication hook required"):
             model.register_comm_hook(None, default_hooks.bf16_compress_hook)
     model.register_comm_hook(None, debugging_hooks.noop_hook)  # none of those was kept
+
+
+@ranks(2)
+def test_after_a_failure_on_all_ranks_the_same_instance_trains_on() -> None:
+    rank = dist.get_rank()
+    model = px.DistributedDataParallel(mlp(), **TWO_BUCKETS)
+    calls = []
+
+    def hook(state: Any, bucket: Any) -> Any:
+        calls.append(bucket.index())
+        if len(calls) == 2:
+            raise KeyError("once")
+        return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
+
+    model.register_comm_hook(None, hook)
+    plain_loss(model, rank, 0).backward()
+    with pytest.raises(KeyError):
+        plain_loss(model, rank, 1).backward()
+    flush_engine()
+    reference = mlp()
+    for step in range(2, 5):
+        model.zero_grad()
+        plain_loss(model, rank, step).backward()
+        assert_gradients(model.module, average_gradients(reference, plain_loss, step))
+
+
+@pytest.mark.parametrize("where", ["hook", "backward"])
+@ranks(3, timeout_s=20)
+def test_after_a_failure_on_one_rank_every_rank_is_told_again(where: str) -> None:
+    """What collectives a hook has left undone nobody knows: the old group is of no use any more, a new one is."""
+    rank = dist.get_rank()
+    model = px.DistributedDataParallel(mlp(), **TWO_BUCKETS)
+    state = {"group": dist.group.WORLD, "fails": False}
+
+    def hook(state: Any, bucket: Any) -> Any:
+        if state["fails"]:
+            raise KeyError("once")
+        return default_hooks.allreduce_hook(state["group"], bucket)
+
+    model.register_comm_hook(state, hook)
+    for step in range(2):
+        plain_loss(model, rank, step).backward()
+    hidden: list[torch.Tensor] = []
+    handle = model.module[0].register_forward_hook(lambda module, inputs, output: hidden.append(output))
+    loss = plain_loss(model, rank, 2)
+    handle.remove()
+    if rank == 1:
+        state["fails"] = where == "hook"
+        if where == "backward":
+            hidden[0].register_hook(_raise)
+    with pytest.raises(KeyError if rank == 1 else PeerFailedError):
+        loss.backward()
+    state["fails"] = False
+    flush_engine()
+    del loss, hidden[:]
+    with pytest.raises(PeerFailedError, match="another process group") as caught:
+        plain_loss(model, rank, 3).backward()
+    assert caught.value.failed_ranks == (1,)
+    del caught
+    flush_engine()
+    state["group"] = dist.new_group()
+    model._update_process_group(state["group"])
+    reference = mlp()
+    for step in range(4, 6):
+        model.zero_grad()
+        plain_loss(model, rank, step).backward()
+        assert_gradients(model.module, average_gradients(reference, plain_loss, step))
+
+
+def _raise(_: object) -> None:
+    raise KeyError("on purpose")

@@ -83,6 +83,7 @@ class Reducer:
         self._weight: float | None = None
         self._weight_unit = 1.0  # about the mean weight in the last weighted step: large ones overflow half precision
         self._mode: Mode | None = None
+        self._parted: str | None = None  # how a step under a hook broke off here, to be compared before the next
         self._learnt = False  # whether a step went through: one that was broken off shows nothing of the graph
         self._pass = _NO_PASS
         self._broken: PhalanxError | None = None
@@ -143,8 +144,11 @@ class Reducer:
 
     def replace_group(self, group: Group) -> None:
         """Reduce over another group from the next step on. What was learnt of the old one's order is learnt anew."""
-        self._drain()
+        if self._broken is None and self._parted is None:
+            self._drain()
         self.reset()
+        self._draining.clear()  # what is still open on the old group may never end
+        self._parted = None
         self.planner.let_go()
         self.group = self.planner.group = self._carrier.group = group
         self._serial = group.next_serial()
@@ -299,6 +303,7 @@ class Reducer:
 
     def _begin_step(self) -> None:
         try:
+            self._rejoin()
             self._drain()
             change = self.layout.first_change()
             self.planner.apply_agreed_order()
@@ -341,8 +346,11 @@ class Reducer:
                 report = self._finalize(self._launch_rest(Flag(0)))
             except PhalanxError as error:
                 if self._mode is not None:
-                    self._break(error)
-                    self.reset()
+                    if self._carrier.hook is not None and isinstance(error, PeerFailedError):
+                        self._part("waited")
+                    else:
+                        self._break(error)
+                        self.reset()
                 raise
             except Exception as error:
                 self._fail_in_bucket_hook(error)
@@ -408,9 +416,10 @@ class Reducer:
         try:
             if self._carrier.hook is not None:  # what collectives a hook would run, nobody knows: tell them by notice
                 self.group.post_failure(self.topic, "its backward pass raised")
-            else:
-                with torch.no_grad():
-                    self._draining += self._launch_rest(Flag.FAILED)
+                self._part(f"broke off with {self.stats.buckets_launched} buckets sent")
+                return
+            with torch.no_grad():
+                self._draining += self._launch_rest(Flag.FAILED)
         except Exception as error:  # called while another exception is on its way to the user: that one counts
             logger.warning("rank %d could not tell its peers that its backward failed: %s", self.group.rank, error)
         self.reset()
@@ -425,8 +434,34 @@ class Reducer:
         """A bucket hook raised. Which collectives it has left undone nobody knows: ranks that wait are told to give up."""
         if self._mode is Mode.SYNC:
             self.group.post_failure(self.topic, f"its communication hook raised {type(error).__name__}: {error}")
-            self.reset()
-            self.stats.steps += 1
+            self._part(f"broke off with {self.stats.buckets_launched} buckets sent")
+
+    def _part(self, how: str) -> None:
+        """A step under a hook broke off. It may have left collectives open, on some ranks and not on others."""
+        self._parted = how
+        self.reset()
+        self.stats.steps += 1
+
+    def _rejoin(self) -> None:
+        """Before anything is sent again: go on if the step broke off alike on all ranks, and on none if not.
+
+        Otherwise a collective that one rank left open would be taken for another's, with no error or with an abort.
+        """
+        if self._parted is None:
+            return
+        how, self._parted = self._parted, None
+        said = [
+            part.decode() for part in self.group.exchange("step broken off", how.encode(), timeout_s=AGREE_WITHIN_S)
+        ]
+        if len(set(said)) > 1:
+            raise PeerFailedError(
+                "an earlier step did not end alike on all ranks, and what its communication hook has left open is not "
+                f"known ({'; '.join(f'rank {rank} {end}' for rank, end in enumerate(said))}). Give the module another "
+                "process group, or build it anew",
+                failed_ranks=[rank for rank, end in enumerate(said) if end != "waited"],
+                rank=self.group.rank,
+                step=self.step,
+            )
 
     def _drop(self, error: PhalanxError) -> NoReturn:
         """All ranks read the same report, so all drop this step alike. They stay together and may train on."""
