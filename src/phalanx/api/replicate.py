@@ -62,7 +62,8 @@ def replicate(
     Args:
         process_group: the ranks to average over; all of them by default.
         device_mesh: likewise, as a one-dimensional mesh.
-        bucket_bytes: gradients travel together up to this size; the first such bucket up to `first_bucket_bytes`.
+        bucket_bytes: gradients travel together up to this size; the first and the last such bucket up to
+            `first_bucket_bytes`, to start early and to end soon.
         buffers: ``"rank0"`` gives every rank rank 0's buffers after each step, ``"mean"`` the average of the floating
             ones, ``"none"`` leaves them alone.
         ignore: names of parameters and buffers that stay local to each rank.
@@ -73,7 +74,8 @@ def replicate(
     check_policy(buffers)
     group = group_of(_resolve(process_group, device_mesh))
     ignored = frozenset(ignore)
-    policy = BucketPolicy(bucket_bytes, min(first_bucket_bytes, bucket_bytes))
+    small = min(first_bucket_bytes, bucket_bytes)
+    policy = BucketPolicy(bucket_bytes, small, last_bucket_bytes=small)
     problem = _problem_with(module, ignored)
     if init_sync:
         # A rank with a problem of its own tells the others before it raises: they would wait for it otherwise.

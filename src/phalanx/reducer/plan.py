@@ -56,6 +56,9 @@ class BucketPolicy:
     bucket_bytes: int = 25 * MIB
     first_bucket_bytes: int = MIB
     per_bucket_bytes: tuple[int, ...] = ()
+    last_bucket_bytes: int = 0
+    """If positive: what arrives last, up to this size, travels by itself. Nothing is left to hide the last reduction
+    behind, so the less is in it the better."""
 
     def __post_init__(self) -> None:
         for cap in (self.bucket_bytes, self.first_bucket_bytes, *self.per_bucket_bytes):
@@ -116,7 +119,21 @@ def plan_buckets(
             num_closed[key] = number + 1
     closed.extend(open_buckets.values())
     closed.sort(key=lambda members: max(position[member] for member in members))
+    if policy.last_bucket_bytes and not from_the_end:
+        closed[-1:] = _without_last(closed[-1], specs, policy.last_bucket_bytes)
     return tuple(_lay_out(number, members, specs) for number, members in enumerate(closed))
+
+
+def _without_last(members: list[int], specs: Sequence[ParameterSpec], last_bytes: int) -> list[list[int]]:
+    """Split off the end of a bucket, where that leaves more behind than it takes."""
+    num_last, taken = 0, 0
+    while num_last < len(members) and taken + specs[members[-1 - num_last]].num_bytes <= last_bytes:
+        num_last += 1
+        taken += specs[members[-num_last]].num_bytes
+    left = sum(specs[member].num_bytes for member in members) - taken
+    if not num_last or left <= last_bytes:
+        return [members]
+    return [members[:-num_last], members[-num_last:]]
 
 
 def _lay_out(number: int, members: list[int], specs: Sequence[ParameterSpec]) -> BucketSpec:

@@ -129,3 +129,19 @@ def test_a_spec_knows_its_size() -> None:
     assert (spec.numel, spec.num_bytes, spec.shape, spec.stride) == (6, 48, (3, 2), (1, 3))
     assert ParameterSpec.of("s", torch.empty(())).numel == 1
     assert ParameterSpec.of("z", torch.empty(0, 4)).num_bytes == 0
+
+
+def test_what_arrives_last_travels_by_itself() -> None:
+    specs = [_spec("a", 100), _spec("b", 100), _spec("c", 1000), _spec("d", 5000)]
+    plain = plan_buckets(specs, [3, 2, 1, 0], BucketPolicy(10**6, 10**6))
+    assert [bucket.parameters for bucket in plain] == [(3, 2, 1, 0)]
+    split = plan_buckets(specs, [3, 2, 1, 0], BucketPolicy(10**6, 10**6, last_bucket_bytes=1000))
+    assert [bucket.parameters for bucket in split] == [(3, 2), (1, 0)]
+
+
+def test_nothing_is_split_off_a_small_bucket_or_a_large_last_gradient() -> None:
+    policy = BucketPolicy(10**6, 10**6, last_bucket_bytes=1000)
+    small = [_spec("a", 100), _spec("b", 100)]
+    assert len(plan_buckets(small, [1, 0], policy)) == 1
+    embedding = [_spec("a", 10000), _spec("b", 100)]
+    assert len(plan_buckets(embedding, [1, 0], policy)) == 1

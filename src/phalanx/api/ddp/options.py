@@ -39,6 +39,8 @@ class BucketCaps:
             max(self.bucket_bytes, 1),
             max(min(self.first_bucket_bytes, self.bucket_bytes), 1),
             tuple(max(cap, 1) for cap in self.per_bucket_bytes),
+            # Where the user leaves sizes to us, the last bucket is small too: nothing is left to hide it behind.
+            self.first_bucket_bytes if self.first_bucket_bytes < self.bucket_bytes else 0,
         )
 
     def first_policy(self, *, static: bool, find_unused: bool) -> BucketPolicy:
