@@ -19,17 +19,35 @@ TorchHook = Callable[[Any, Any], torch.futures.Future[Any]]
 
 
 class HookCall:
-    """A hook and its state. Called by the reducer with a full bucket; the hook averages, or whatever it does instead."""
+    """A hook and its state. Called by the reducer with a full bucket; the hook averages, or whatever it does instead.
+
+    A hook may start further collectives when its first is over (PowerSGD does). On the CPU those would be started from
+    Gloo's threads, in another order on each rank than those of the next bucket: with torch's own class that hangs. So
+    a bucket's turn comes when the one before is over, unless the hook is known to start one collective only.
+    """
 
     def __init__(self, hook: TorchHook, state: object, group: C10dGroup, num_buckets: Callable[[], int]) -> None:
         self._hook = hook
         self._state = state
         self._group = group
         self._num_buckets = num_buckets
+        self._previous: HookWork | None = None
+        self._in_turn = not _starts_one_collective(hook)
 
     def __call__(self, bucket: Bucket, buffer: torch.Tensor) -> HookWork:
         view = GradBucket(bucket, buffer, is_last=bucket.index == self._num_buckets() - 1)
-        return HookWork(self.start(view), bucket, buffer, hook_name(self._hook), self._group)
+        after = self._previous if bucket.index and self._in_turn and buffer.device.type == "cpu" else None
+        work = self._previous = HookWork(self, view, bucket, buffer, after)
+        work.start_in_turn()
+        return work
+
+    @property
+    def name(self) -> str:
+        return hook_name(self._hook)
+
+    @property
+    def group(self) -> C10dGroup:
+        return self._group
 
     def start(self, bucket: Any) -> torch.futures.Future[Any]:
         """Call the hook on a bucket as it is."""
@@ -68,14 +86,27 @@ class HookWork(Work):
     """A hook's future, waited for in a way that sees a peer's failure, and its value written to where it belongs."""
 
     def __init__(
-        self, future: torch.futures.Future[Any], bucket: Bucket, buffer: torch.Tensor, hook: str, group: C10dGroup
+        self, call: HookCall, view: GradBucket, bucket: Bucket, buffer: torch.Tensor, after: HookWork | None
     ) -> None:
-        self._future = future
+        self._call = weakref.ref(call)  # the reducer keeps works for a while, and must not keep hooks
+        self._view = view
         self._bucket = bucket
         self._buffer = buffer
-        self._hook = hook
-        self._group = group
+        self._after = after
+        self._hook = call.name
+        self._group = call.group
+        self._future: torch.futures.Future[Any] | None = None
         self._value: torch.Tensor | None = None
+
+    def start_in_turn(self) -> bool:
+        """Call the hook if it is this bucket's turn; returns whether its future is done."""
+        if self._future is None and (self._after is None or self._after.start_in_turn()):
+            self._after = None
+            call = self._call()
+            if call is None:
+                raise ReducerStateError("the module whose communication hook this was is gone")
+            self._future = call.start(self._view)
+        return self._future is not None and self._future.done()
 
     def done(self) -> bool:
         return self._value is not None
@@ -83,6 +114,13 @@ class HookWork(Work):
     def wait(self, timeout_s: float | None = None) -> None:
         if self._value is not None:
             return
+        if self._future is None:
+            if self._bucket.work is None:
+                return  # the step was given up before its turn came
+            if self._after is not None:
+                self._after.wait()
+            self.start_in_turn()
+        assert self._future is not None
         if self._buffer.device.type == "cpu" and not self._future.done():
             over = threading.Event()
             self._future.add_done_callback(lambda _: over.set())
@@ -116,6 +154,16 @@ class HookWork(Work):
                 f"bucket.buffer() has; for bucket {self._bucket.index} it gave {list(value.shape)}"
             )
         return value
+
+
+_ONE_COLLECTIVE = {"allreduce_hook", "fp16_compress_hook", "bf16_compress_hook", "noop_hook"}
+
+
+def _starts_one_collective(hook: TorchHook) -> bool:
+    home = getattr(hook, "__module__", "") or ""
+    if home == "phalanx.hooks.builtin":
+        return True
+    return home.startswith("torch.distributed.algorithms.ddp_comm_hooks.") and hook_name(hook) in _ONE_COLLECTIVE
 
 
 def hook_name(hook: TorchHook) -> str:
