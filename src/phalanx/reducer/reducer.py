@@ -434,7 +434,8 @@ class Reducer:
         """A bucket hook raised. Which collectives it has left undone nobody knows: ranks that wait are told to give up."""
         if self._mode is Mode.SYNC:
             self.group.post_failure(self.topic, f"its communication hook raised {type(error).__name__}: {error}")
-            self._part(f"broke off with {self.stats.buckets_launched} buckets sent")
+            where = " ".join(getattr(error, "__notes__", ()))
+            self._part(f"broke off with {self.stats.buckets_launched} buckets sent {where}".rstrip())
 
     def _part(self, how: str) -> None:
         """A step under a hook broke off. It may have left collectives open, on some ranks and not on others."""
