@@ -11,7 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.ranks.pairs import Branches, Pair, square_loss
-from tests.ranks.replicas import assert_gradients, average_gradients, batch, flush_engine, mlp, plain_loss
+from tests.ranks.replicas import (
+    assert_gradients,
+    average_gradients,
+    batch,
+    equal_on_all_ranks,
+    flush_engine,
+    mlp,
+    plain_loss,
+)
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     DDPCommHookType,
@@ -77,6 +85,21 @@ def test_torchs_hooks_on_bucket_views(which: str) -> None:
     for model in pair.both():
         model.register_comm_hook(*HOOKS[which](model))
     pair.train(square_loss, steps=6)
+
+
+@pytest.mark.parametrize("which", [name for name in HOOKS if "power" in name])
+@ranks(2)
+def test_hooks_that_start_further_collectives_take_turns(which: str) -> None:
+    """With several buckets, torch's own class starts these from Gloo's threads in any order, and hangs."""
+    model = px.DistributedDataParallel(mlp(), **TWO_BUCKETS)
+    model.register_comm_hook(*HOOKS[which](model))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(8):
+        optimizer.zero_grad()
+        square_loss(model, dist.get_rank(), step).backward()
+        assert all(equal_on_all_ranks(parameter.grad) for parameter in model.parameters())
+        optimizer.step()
+    assert len(model._engine.buckets) > 1
 
 
 @pytest.mark.parametrize(

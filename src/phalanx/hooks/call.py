@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -97,46 +98,58 @@ class HookWork(Work):
         self._group = call.group
         self._future: torch.futures.Future[Any] | None = None
         self._value: torch.Tensor | None = None
+        self._failed = False
 
     def start_in_turn(self) -> bool:
-        """Call the hook if it is this bucket's turn; returns whether its future is done."""
-        if self._future is None and (self._after is None or self._after.start_in_turn()):
+        """Call the hook if it is this bucket's turn; returns whether that is over."""
+        if self._future is None and not self._failed and (self._after is None or self._after.start_in_turn()):
             self._after = None
             call = self._call()
             if call is None:
                 raise ReducerStateError("the module whose communication hook this was is gone")
-            self._future = call.start(self._view)
-        return self._future is not None and self._future.done()
+            with self._noting_failure():
+                self._future = call.start(self._view)
+        return self._failed or (self._future is not None and self._future.done())
 
     def done(self) -> bool:
         return self._value is not None
 
     def wait(self, timeout_s: float | None = None) -> None:
-        if self._value is not None:
+        if self._value is not None or self._failed:
             return
         if self._future is None:
-            if self._bucket.work is None:
-                return  # the step was given up before its turn came
             if self._after is not None:
                 self._after.wait()
             self.start_in_turn()
-        assert self._future is not None
-        if self._buffer.device.type == "cpu" and not self._future.done():
+        future = self._future
+        assert future is not None
+        if self._buffer.device.type == "cpu" and not future.done():
             over = threading.Event()
-            self._future.add_done_callback(lambda _: over.set())
+            future.add_done_callback(lambda _: over.set())
             while not over.wait(LOOK_EVERY_S):
                 self._group.check_notices()
+        with self._noting_failure():
+            self._value = self._checked(self._result_of(future))
+        if not self._value.is_sparse and self._value.data_ptr() != self._buffer.data_ptr():
+            self._buffer.copy_(self._value.view(-1))
+
+    def _result_of(self, future: torch.futures.Future[Any]) -> Any:
         try:
-            value = self._future.wait()
+            value = future.wait()
         except RuntimeError as error:
             if "closed by peer" in str(error) or "timed out" in str(error).lower():
                 raise self._group.explain(error, f"the communication hook {self._hook}") from error
             raise
-        if isinstance(value, list | tuple) and len(value) == 1:
-            value = value[0]
-        self._value = self._checked(value)
-        if not self._value.is_sparse and self._value.data_ptr() != self._buffer.data_ptr():
-            self._buffer.copy_(self._value.view(-1))
+        return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
+
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._failed = True
+            error.add_note(f"(in the communication hook {self._hook}, for bucket {self._bucket.index})")
+            raise
 
     def value(self) -> torch.Tensor:
         assert self._value is not None
