@@ -2,9 +2,10 @@
 
     python benchmarks/ddp_step.py [--json FILE] [--quick] [--model NAME …]
 
-Each round trains one step of every variant, in a random order that is the same on both ranks, with torch's best between our
-two on the same transport; a ratio is that of two variants within a round. Every model is run with glibc's allocator as it is and with its trim and mmap thresholds raised
-(which spares every variant the page faults of fresh gradients). Memory is that of gradients, buckets and pending copies.
+Each round trains one step of every variant, in a random order that is the same on both ranks, with torch's best between
+our two on the same transport; a ratio is that of two variants within a round. Every model is run with glibc's allocator
+as it is and with its trim and mmap thresholds raised (which spares every variant the page faults of fresh gradients).
+Memory is that of gradients, buckets and pending copies.
 """
 
 from __future__ import annotations
