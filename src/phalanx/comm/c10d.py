@@ -94,7 +94,8 @@ def own_group(process_group: dist.ProcessGroup) -> dist.ProcessGroup:
         ranks,
         timeout=timedelta(seconds=_timeout_s(process_group)),
         backend=backend or dist.get_backend(process_group),
-        use_local_synchronization=True,
+        # Of all ranks, a group has a number of its own; of some, a name made from them, so that only they need to call.
+        use_local_synchronization=process_group is not dist.group.WORLD,
         group_desc="phalanx.replicate",
     )
     assert isinstance(made, dist.ProcessGroup)
@@ -104,10 +105,11 @@ def own_group(process_group: dist.ProcessGroup) -> dist.ProcessGroup:
 def release_group(process_group: dist.ProcessGroup) -> None:
     """Close a group that `own_group` made, on this rank: its sockets and threads would stay until the job's end.
 
-    NCCL's is left to the end: closing a communicator is collective, and this is called when a model is collected.
+    NCCL's is left to the end: closing a communicator is collective, and this is called when a model is collected. So is
+    one of some ranks only: the next of the same ranks would get its name, and find its old addresses in the store.
     """
     known = distributed_c10d._world.pg_map
-    if process_group not in known or process_group is dist.group.WORLD:
+    if process_group not in known or process_group is dist.group.WORLD or process_group.size() != dist.get_world_size():
         return
     if "nccl" not in _backends_of(process_group).values():
         dist.destroy_process_group(process_group)
