@@ -132,6 +132,10 @@ def test_blame_follows_the_chain_of_those_who_wait() -> None:
     assert "is still in all_reduce #4" in blame(1, 5, 0, busy)[1]
     circle = {1: Whereabouts(5, "barrier #5", True, 0)}
     assert blame(1, 5, 0, circle)[0] == 1
+    kept = {1: Whereabouts(4, "broadcast #4", True, 3), 2: Whereabouts(5, "all_reduce #5", True, 1)}
+    assert (
+        blame(1, 5, 0, kept)[0] == 3 and "does not answer" in blame(1, 5, 0, kept)[1]
+    )  # 1 is kept by 3, one call before
 
 
 def test_how_a_child_ended_is_known_before_and_after_it_is_collected() -> None:

@@ -36,6 +36,11 @@ def blame(first: int, seq: int, own: int, answers: Mapping[int, Whereabouts]) ->
         if said is None:
             return rank, f"rank {rank} does not answer: it is stopped, or too busy to run any of its threads"
         if said.seq < seq:
+            if said.inside and said.waits_for >= 0 and said.waits_for not in seen:
+                # It has not come because it waits itself, in a call before: whoever keeps it there keeps us all.
+                seen.add(rank)
+                rank, seq = said.waits_for, said.seq
+                continue
             doing = f"is still in {said.call}" if said.inside else f"has made no call since {said.call or 'it began'}"
             return rank, f"rank {rank} has not entered it: it {doing}"
         seen.add(rank)
