@@ -29,10 +29,10 @@ def hit_myself_after(seconds: float, number: int, mark: Path) -> None:
 def run_until_error(group: Any, *, limit_s: float = 20.0) -> tuple[PhalanxError, float]:
     """All kinds of collectives without end; returns the error that ends them and when it came."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    arena = group.allocate(200_000, torch.float32)
     end = time.monotonic() + limit_s
     number = 0
     try:
+        arena = group.allocate(200_000, torch.float32)  # a collective too: the rank may be gone by then
         while time.monotonic() < end:
             number += 1
             numel = (10, 3000, 60_000, 400_000)[number % 4]
