@@ -160,7 +160,9 @@ def test_every_collective_across_two_hosts(hosts: list[str], places: list[int], 
 def test_only_what_must_cross_crosses(hosts: list[str], tmp_path: Path) -> None:
     """In units of the tensor: each host sends its reduced half and gets the other; a broadcast crosses once."""
     first, _, third, _ = _run(hosts, [0, 0, 1, 1], "bytes", tmp_path)
-    room = 0.03  # packet headers, acknowledgements, and the two barriers
+    # Packet headers, acknowledgements and the two barriers: 3 % on a quiet machine; retransmissions add to it on a busy one
+    # (8.8 % was seen). One transfer too many would be 50 % or more.
+    room = 0.2
     for said in (first, third):
         for name in ("all_reduce", "arena_all_reduce"):
             assert 1.0 <= said[name] <= 1.0 + room, (name, said[name])
