@@ -159,16 +159,23 @@ def test_every_collective_across_two_hosts(hosts: list[str], places: list[int], 
 @pytest.mark.timeout(90)
 def test_only_what_must_cross_crosses(hosts: list[str], tmp_path: Path) -> None:
     """In units of the tensor: each host sends its reduced half and gets the other; a broadcast crosses once."""
-    first, _, third, _ = _run(hosts, [0, 0, 1, 1], "bytes", tmp_path)
-    # Packet headers, acknowledgements and the two barriers: 3 % on a quiet machine; retransmissions add to it on a busy one
-    # (8.8 % was seen). One transfer too many would be 50 % or more.
-    room = 0.2
-    for said in (first, third):
+    room = 0.03  # packet headers, acknowledgements, and the two barriers
+    fewest: dict[tuple[int, str], float] = {}
+    for attempt in range(3):
+        # TCP only ever adds to what must cross (8.8 % was seen once, beside other jobs), so the fewest bytes of several
+        # runs are what crosses by design; too few would still show.
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        first, _, third, _ = _run(hosts, [0, 0, 1, 1], "bytes", folder)
+        for host, said in enumerate((first, third)):
+            for name in ("all_reduce", "arena_all_reduce", "all_gather", "broadcast"):
+                fewest[host, name] = min(said[name], fewest.get((host, name), said[name]))
+    for host in range(2):
         for name in ("all_reduce", "arena_all_reduce"):
-            assert 1.0 <= said[name] <= 1.0 + room, (name, said[name])
-        assert 0.5 <= said["all_gather"] <= 0.5 + room, said["all_gather"]
-    assert 1.0 <= first["broadcast"] <= 1.0 + room, first["broadcast"]
-    assert third["broadcast"] <= room, "nothing of a broadcast from the first host goes back to it"
+            assert 1.0 <= fewest[host, name] <= 1.0 + room, (host, name, fewest)
+        assert 0.5 <= fewest[host, "all_gather"] <= 0.5 + room, fewest
+    assert 1.0 <= fewest[0, "broadcast"] <= 1.0 + room, fewest
+    assert fewest[1, "broadcast"] <= room, "nothing of a broadcast from the first host goes back to it"
 
 
 @pytest.mark.timeout(90)
