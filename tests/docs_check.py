@@ -13,13 +13,13 @@ ROOT = Path(__file__).parents[1]
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.M | re.S)
 _FILE = re.compile(r"\b(?:examples|benchmarks|tests|docs|src)/[\w/.-]+\.\w+")
-_TARGET = re.compile(r"\bmake ([a-z]+)")
+_TARGET = re.compile(r"\bmake ([a-z-]+)")
 
 
 def problems(root: Path) -> list[str]:
     """One line for everything in the Markdown files under `root` that leads nowhere."""
     found = []
-    targets = set(re.findall(r"^([a-z]+):", (root / "Makefile").read_text(), re.M))
+    targets = set(re.findall(r"^([a-z-]+):", (root / "Makefile").read_text(), re.M))
     for page in sorted(root.rglob("*.md")):
         if any(part.startswith(".") for part in page.relative_to(root).parts):
             continue
