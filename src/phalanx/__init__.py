@@ -1,8 +1,11 @@
 """Phalanx: data-parallel training for PyTorch in which the ranks hold the line."""
 
+from typing import TYPE_CHECKING, Any
+
 from phalanx import errors, events
 from phalanx.api.ddp import DistributedDataParallel
 from phalanx.api.groups import monitored_barrier, set_timeout, split_group
+from phalanx.api.hook import register_hook
 from phalanx.api.replicate import (
     accumulate,
     is_replicated,
@@ -15,6 +18,11 @@ from phalanx.api.replicate import (
 )
 from phalanx.api.world import World, init, shutdown
 from phalanx.comm import shm
+from phalanx.optim.averagers import PeriodicModelAverager
+from phalanx.optim.hierarchical_averager import HierarchicalModelAverager
+
+if TYPE_CHECKING:
+    from phalanx.optim.post_local_sgd import PostLocalSGDOptimizer
 
 shm.register()
 
@@ -22,6 +30,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DistributedDataParallel",
+    "HierarchicalModelAverager",
+    "PeriodicModelAverager",
+    "PostLocalSGDOptimizer",
     "World",
     "accumulate",
     "errors",
@@ -30,6 +41,7 @@ __all__ = [
     "is_replicated",
     "monitored_barrier",
     "no_sync",
+    "register_hook",
     "replicate",
     "set_timeout",
     "shutdown",
@@ -39,3 +51,11 @@ __all__ = [
     "unreplicate",
     "weight",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "PostLocalSGDOptimizer":  # its base takes torch a second to import
+        from phalanx.optim.post_local_sgd import PostLocalSGDOptimizer
+
+        return PostLocalSGDOptimizer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
