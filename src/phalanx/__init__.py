@@ -18,6 +18,7 @@ from phalanx.api.replicate import (
 )
 from phalanx.api.world import World, init, shutdown
 from phalanx.comm import shm
+from phalanx.compose.swap import swap_ddp
 from phalanx.optim.averagers import PeriodicModelAverager
 from phalanx.optim.hierarchical_averager import HierarchicalModelAverager
 
@@ -47,6 +48,7 @@ __all__ = [
     "shutdown",
     "split_group",
     "step_stats",
+    "swap_ddp",
     "synchronize",
     "unreplicate",
     "weight",

@@ -1,0 +1,1 @@
+"""Phalanx with its neighbours: one file per foreign subsystem, imported where it is used."""
