@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import weakref
 from collections.abc import Iterable, Iterator
@@ -14,6 +15,8 @@ from torch import nn
 
 from phalanx.api import optimizer_watch
 from phalanx.api.buffers import BufferPolicy, BufferSync, check_policy
+from phalanx.api.lowering import Lowering
+from phalanx.api.precision import Precision
 from phalanx.comm.c10d import C10dGroup, group_of, own_group, release_group
 from phalanx.comm.coalesced import broadcast_coalesced
 from phalanx.comm.group import Group
@@ -47,6 +50,7 @@ def replicate(
     buffers: BufferPolicy = "rank0",
     ignore: Iterable[str] = (),
     init_sync: bool = True,
+    precision: Precision | None = None,
 ) -> ModuleT:
     """Average this module's gradients over all ranks, in every backward pass, from now on. Returns the module itself.
 
@@ -68,18 +72,24 @@ def replicate(
             ones, ``"none"`` leaves them alone.
         ignore: names of parameters and buffers that stay local to each rank.
         init_sync: whether ranks are compared and rank 0's values copied. Without it the ranks must be alike already.
+        precision: compute and reduce in other dtypes than the parameters are kept in; see `Precision`.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"replicate takes a torch.nn.Module, got {type(module).__name__}")
     check_policy(buffers)
+    if precision is not None and not isinstance(precision, Precision):
+        raise TypeError(f"precision takes a phalanx.Precision, got {type(precision).__name__}")
     group = group_of(_resolve(process_group, device_mesh))
     ignored = frozenset(ignore)
     small = min(first_bucket_bytes, bucket_bytes)
     policy = BucketPolicy(bucket_bytes, small, last_bucket_bytes=small)
     problem = _problem_with(module, ignored)
+    if problem is None and precision is not None:
+        problem = precision.problem_with(module)
+    lowering = Lowering(module, precision) if precision is not None and problem is None else None
     if init_sync:
         # A rank with a problem of its own tells the others before it raises: they would wait for it otherwise.
-        entries = [] if problem else _entries(module, ignored)
+        entries = [] if problem else _entries(module, ignored, lowering)
         verify_same(group, entries, problem=str(problem) if problem else None)
     if problem is not None:
         raise problem
@@ -87,7 +97,7 @@ def replicate(
     if init_sync:
         state = [tensor for _, tensor in _named_state(module, ignored)]
         broadcast_coalesced(own, state, source=0)
-    replica = _replicas[module] = Replica(module, own, policy, buffers, ignored)
+    replica = _replicas[module] = Replica(module, own, policy, buffers, ignored, lowering)
     if own is not group:
         weakref.finalize(replica, release_group, own.process_group).atexit = False
     return module
@@ -144,10 +154,17 @@ def _named_state(module: nn.Module, ignored: frozenset[str]) -> list[tuple[str, 
     return [(name, tensor) for name, tensor in named if name not in ignored]
 
 
-def _entries(module: nn.Module, ignored: frozenset[str]) -> list[TensorEntry]:
-    return [
+def _entries(module: nn.Module, ignored: frozenset[str], lowering: Lowering | None) -> list[TensorEntry]:
+    entries = [
         TensorEntry.of(name, tensor, "parameter" if isinstance(tensor, nn.Parameter) else "buffer")
         for name, tensor in _named_state(module, ignored)
+    ]
+    if lowering is None:
+        return entries
+    tensors = [tensor for _, tensor in _named_state(module, ignored)]
+    return [
+        dataclasses.replace(entry, dtype=entry.dtype + lowering.described(entry.name, tensor))
+        for entry, tensor in zip(entries, tensors, strict=True)
     ]
 
 
@@ -155,10 +172,17 @@ class Replica:
     """The state behind a replicated module: its group, its reducer, its buffers, and when a pass synchronises."""
 
     def __init__(
-        self, module: nn.Module, group: C10dGroup, policy: BucketPolicy, buffers: BufferPolicy, ignored: frozenset[str]
+        self,
+        module: nn.Module,
+        group: C10dGroup,
+        policy: BucketPolicy,
+        buffers: BufferPolicy,
+        ignored: frozenset[str],
+        lowering: Lowering | None = None,
     ) -> None:
         self._module = weakref.ref(module)
         self._ignored = ignored
+        self.lowering = lowering
         self.group: Group = group
         self.no_sync_depth = 0
         self.accumulation: list[int] = []
@@ -169,7 +193,9 @@ class Replica:
             named,
             group,
             sparse=expects_sparse(module, named),
-            options=ReducerOptions(policy=policy),
+            options=ReducerOptions(
+                policy=policy, wire_dtype=None if lowering is None else lowering.policy.reduce_dtype
+            ),
             name=type(module).__name__,
         )
         _watches[module] = ModuleWatch(module, ignored=ignored.__contains__)
@@ -178,6 +204,8 @@ class Replica:
         self.reducer.own_flags = self._flags
         self.reducer.on_report = [self._after_change, self.buffers.after_step, self._say_unused]
         optimizer_watch.watch(self)
+        if lowering is not None:
+            lowering.install()
 
     def parameters(self) -> list[nn.Parameter]:
         """Those that are averaged, and those that the module holds by now; they differ where it was changed.
@@ -212,7 +240,9 @@ class Replica:
     def has_changed(self) -> bool:
         """Whether the module's parameters are not those that were agreed on in the last step."""
         module = self._module()
-        return module is not None and _watches[module].changed()
+        if module is None or (self.lowering is not None and self.lowering.active):  # in forward, casts stand in for them
+            return False
+        return _watches[module].changed()
 
     def _after_change(self, report: Report) -> None:
         """Some rank's parameters are not what was agreed on. All ranks compare, and go on together or not at all."""
@@ -228,7 +258,7 @@ class Replica:
             if added
             else None
         )
-        verify_same(self.group, _entries(module, self._ignored), problem=problem)
+        verify_same(self.group, _entries(module, self._ignored, self.lowering), problem=problem)
         if problem is not None:
             raise ReducerStateError(problem, rank=self.group.rank, step=self.reducer.stats.steps, parameters=added)
         known = {id(slot.ref()) for slot in self.reducer.slots}
@@ -237,7 +267,7 @@ class Replica:
         named = named_trained_parameters(module, self._ignored.__contains__)
         self.reducer.replan(named, sparse=expects_sparse(module, named), reason="parameters were frozen or replaced")
         missed = [slot.index for slot in self.reducer.slots if id(slot.parameter) not in known]
-        self.reducer.reduce_now(missed, report.weights[self.group.rank] / sum(report.weights))
+        self.reducer.reduce_now(missed, self.reducer.share)
         optimizer_watch.forget_optimizers()
 
     def _say_unused(self, report: Report) -> None:
@@ -270,6 +300,8 @@ def unreplicate(module: ModuleT) -> ModuleT:
         replica_of(module)
     else:
         _watches.pop(module, None)
+        if replica.lowering is not None:
+            replica.lowering.remove()
         replica.reducer.close()
         optimizer_watch.unwatch(replica)
     return module

@@ -33,6 +33,7 @@ from phalanx.reducer.options import Placement, ReducerOptions, ReducerStats
 from phalanx.reducer.planner import Named, Planner
 from phalanx.reducer.unused import Flag, Report
 from phalanx.reducer.verify import TensorEntry, verify_same
+from phalanx.reducer.weights import Reduction, StepWeight
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,8 @@ class Reducer:
         """Asked when a pass begins: False keeps its gradients local, to be reduced by a later pass."""
         self.own_flags: Callable[[], Flag] = lambda: Flag(0)
         """Asked at the end of a pass: what else this rank has to tell the others."""
+        self.before_step: Callable[[], None] | None = None
+        """Called on every rank before a step's first collective: may use the group, and raise instead of the step."""
         self.on_report: list[Callable[[Report], None]] = []
         """Called on every rank, in the same order, when a step's gradients are averaged: may use the group."""
         self.on_error: Callable[[str], None] = lambda message: None
@@ -80,7 +83,10 @@ class Reducer:
         self.graph_changed = False
         """A static graph was found to have changed: nothing can be right any more."""
         self._serial = group.next_serial()
-        self._weight: float | None = None
+        self._weight = StepWeight()
+        self._shadows: float | None = None  # while this rank shadows a step: what it weighs there
+        self.share = 1 / group.size
+        """What this rank's gradients were multiplied with in the last step."""
         self._weight_unit = 1.0  # about the mean weight in the last weighted step: large ones overflow half precision
         self._mode: Mode | None = None
         self._parted: str | None = None  # how a step under a hook broke off here, to be compared before the next
@@ -302,6 +308,8 @@ class Reducer:
             self.stats.kept += 1
 
     def _begin_step(self) -> None:
+        if self.before_step is not None:
+            self.before_step()
         try:
             self._rejoin()
             self._drain()
@@ -314,7 +322,7 @@ class Reducer:
             raise
         self._mode = Mode.SYNC
         undivided = self._carrier.begin(divisor=self.divisor)
-        weight = 1.0 if self._weight is None else self._weight / self._weight_unit
+        weight = self._weight.scale / self._weight_unit if self._weight.given else 1.0
         self._intake.begin(self.buckets, weight if undivided else weight / (self.divisor or self.group.size))
         self.layout.start_step(certain=self.options.static and self._learnt)
         self.stats.buckets_launched = 0
@@ -379,9 +387,38 @@ class Reducer:
             self._begin_step()
         self._complete_step()
 
-    def set_weight(self, weight: float | None) -> None:
-        """This rank's share in the next step's average, in any unit (samples, tokens), on all ranks or on none."""
-        self._weight = weight
+    def shadow(self, *, weight: float = 0.0) -> None:
+        """Take part in the others' step with nothing, at this weight. What earlier passes have taught is not unlearnt.
+
+        Nothing may be kept here for a later step: what lies in ``.grad`` is let go, and replaced by the others' average.
+        """
+        for slot in self.slots:
+            slot.parameter.grad = None
+            slot.dirty = False
+        self._weight.clear()
+        self._shadows = weight
+        try:
+            self.synchronize()
+        finally:
+            self._shadows = None
+
+    @property
+    def keeps(self) -> bool:
+        """Whether there are gradients here that no step has taken along."""
+        return any(slot.dirty for slot in self.slots)
+
+    def set_weight(self, weight: float, reduction: Reduction = "mean") -> None:
+        """This rank's share in the next step's average, in any unit (samples, tokens), on all ranks or on none.
+
+        Given before each of several passes that a step adds up, or once for all of them.
+        """
+        factor = self._weight.add(weight, reduction, num_passes=self.stats.kept)
+        if factor != 1.0:
+            kept = [slot.parameter.grad for slot in self.slots if slot.dirty]
+            with torch.no_grad():
+                for gradient in kept:
+                    if gradient is not None:
+                        gradient.mul_(factor)
 
     def unfinished(self) -> list[ParameterSlot]:
         """What the step under way still waits for; empty between steps."""
@@ -399,7 +436,7 @@ class Reducer:
             bucket.work = None
         self._mode = None
         self._pass = _NO_PASS
-        self._weight = None
+        self._weight.clear()
         if self.planner.arrivals:
             self.planner.arrivals = []
         self._passes.forget()
@@ -541,8 +578,10 @@ class Reducer:
         """Launch everything that is left, with this rank's report in the last bucket's tail or behind it."""
         layout = self.layout
         flags |= self.own_flags()
-        if self._weight is not None:
+        if self._weight.given:
             flags |= Flag.WEIGHTED
+        if self._shadows is not None:
+            flags |= Flag.OUT
         if flags & Flag.FAILED:
             for bucket in self.buckets:
                 if bucket.state is BucketState.FILLING:
@@ -553,7 +592,7 @@ class Reducer:
         if self._intake.irregular or flags & Flag.FAILED:
             used = None if all(slot.seen for slot in layout.slots) else [slot.seen > 0 for slot in layout.slots]
             late = [bucket.index for bucket in self.buckets if any(slot.late is not None for slot in bucket.slots)]
-        weight = 1.0 if self._weight is None else self._weight
+        weight = self._weight.total if self._shadows is None else self._shadows
         layout.control.write(layout.control_tensor, used=used, late=late, weight=weight, flags=flags)
         if layout.rides:
             self._launch(backward_is_over=True)
@@ -582,7 +621,7 @@ class Reducer:
         self.stats.times.finalized_ns = time.perf_counter_ns()
         self.stats.used_by = report.used
         self._mode = None
-        self._weight = None
+        self._weight.clear()
         self._passes.forget()
         for bucket in self.buckets:
             bucket.work, bucket.finished = None, bucket.work
@@ -617,26 +656,36 @@ class Reducer:
             self._drop(error)
 
     def _apply_weights(self, report: Report) -> None:
-        weighted = report.ranks_with(Flag.WEIGHTED)
-        if not weighted:
+        weighted, out = report.ranks_with(Flag.WEIGHTED), report.ranks_with(Flag.OUT)
+        self.share = 1 / (self.divisor or self.group.size)
+        if not weighted and not out:
             return
-        missing = [rank for rank in range(self.group.size) if rank not in weighted]
-        total = sum(report.weights)
+        missing = [rank for rank in range(self.group.size) if weighted and rank not in weighted and rank not in out]
+        total = sum(weight for rank, weight in enumerate(report.weights) if rank not in out or not weighted)
         wrong = ""
         if missing:
             wrong = (
                 f"ranks {weighted} gave a weight for this step, ranks {missing} did not: give one on all, or on none"
             )
-        elif total <= 0:
+        elif weighted and total <= 0:
             wrong = f"the weights of all ranks add up to {total:g}: at least one must be positive"
         if wrong:
             self._drop(ReducerStateError(wrong, rank=self.group.rank, step=self.step))
-        rescale(self.buckets, self.group.size * self._weight_unit / total)
-        self._weight_unit = 2.0 ** round(math.log2(total / self.group.size))  # a power of two rounds nothing
+        if total == 0:
+            return  # all ranks are out
+        # A hook averages over all ranks by itself.
+        by_size = self.divisor is None or self._carrier.hook is not None
+        divisor = self.group.size if by_size else self.group.size - len(out)
+        factor = divisor * (self._weight_unit if weighted else 1.0) / total
+        self.share = self._weight.scale / total
+        if factor != 1.0:
+            rescale(self.buckets, factor)
+        if weighted:
+            self._weight_unit = 2.0 ** round(math.log2(total / self.group.size))  # a power of two rounds nothing
 
     def _learn(self) -> None:
         """Expect next time what came this time; and agree, once, on the order in which gradients arrive."""
-        for slot in self.slots if self._intake.irregular else ():
+        for slot in self.slots if self._intake.irregular and self._shadows is None else ():
             slot.dirty = False
             slot.stale = None
             if slot.seen != slot.expected:
@@ -644,5 +693,5 @@ class Reducer:
                     self.stats.graph_is_static = False
                 slot.expected = slot.seen
         self._intake.irregular = False
-        self._learnt = True
+        self._learnt = self._learnt or self._shadows is None
         self.planner.agree_on_order()

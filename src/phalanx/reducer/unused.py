@@ -27,6 +27,10 @@ class Flag(IntFlag):
     """Its parameters are no longer those that were agreed on."""
     TRAINING = 8
     """Its module is in training mode: its buffers may have changed."""
+    LAST = 16
+    """It has no batch after the one of this step."""
+    OUT = 32
+    """It has no batch in this step: it takes part with nothing, to keep the others company."""
 
 
 @dataclass(frozen=True)

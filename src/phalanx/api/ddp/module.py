@@ -88,8 +88,7 @@ class DistributedDataParallel(BufferSync, TorchDDP):
             raise ValueError(
                 "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
             )
-        if mixed_precision is not None:
-            raise ValueError("mixed_precision is not supported yet; use torch.autocast, or torch's own class")
+        precision = precision_of(mixed_precision)
         self.process_group = choose_group(module, process_group, device_mesh)
         if device_mesh is not None:
             self.device_mesh = device_mesh
@@ -110,7 +109,7 @@ class DistributedDataParallel(BufferSync, TorchDDP):
         self.require_forward_param_sync = True
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.batched_grad_copy = batched_grad_copy
-        self.mixed_precision = None
+        self.mixed_precision = mixed_precision
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         if check_reduction:
             warnings.warn(
@@ -144,6 +143,8 @@ class DistributedDataParallel(BufferSync, TorchDDP):
         if init_sync:
             verify_alike(self._group(), [(names[index], parameter) for index, parameter in enumerate(parameters)])
             self._sync_module_states(source=0, buffers=init_sync_buffers)
+        if precision is not None:
+            cast_buffers(module, precision, self.parameters_to_ignore)
         self._build_engine(parameters, sparse, names, static_graph)
         if static_graph:
             self._set_static_graph()
@@ -421,12 +422,19 @@ class DistributedDataParallel(BufferSync, TorchDDP):
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
         """A rank that has run out takes part in the others' step with zeros, and leaves its own gradients alone."""
-        kept = [slot.parameter.grad for slot in self._engine.slots]
-        for slot in self._engine.slots:
-            slot.parameter.grad = None
-        self._engine.synchronize()
-        for slot, gradient in zip(self._engine.slots, kept, strict=True):
-            slot.parameter.grad = gradient
+        engine = self._engine
+        by_initial_size = bool(self._divide_by_initial_world_size)
+        engine.divisor = None if by_initial_size else 1  # as on the others: the same reduction, whatever they divide by
+        own = [(slot.parameter, slot.parameter.grad, slot.dirty) for slot in engine.slots]
+        in_bucket = {
+            id(p): grad.clone() for (p, grad, _), slot in zip(own, engine.slots, strict=True) if grad is slot.shown
+        }
+        # By torch's contract a joined rank still counts, unless the average is over those that have not joined.
+        engine.shadow(weight=1.0 if by_initial_size or self._comm_hooks else 0.0)
+        slots = {id(slot.parameter): slot for slot in engine.slots}
+        for parameter, gradient, dirty in own:
+            slots[id(parameter)].dirty = dirty
+            parameter.grad = in_bucket.get(id(parameter), gradient)
 
     def _match_unused_params_allreduce(self) -> None:
         """Which parameters were used travels with the gradients."""

@@ -55,6 +55,7 @@ class TorchReducer:
     def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:
         """A forward pass is over, and its backward will synchronise. `outputs` are not needed: what arrives, arrives."""
         self._check_reducer_finalized()
+        self.engine.divisor = None
         if self._joined is not None:
             work, by_initial_size = self._joined
             work.wait()
