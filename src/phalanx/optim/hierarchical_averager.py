@@ -98,13 +98,9 @@ class HierarchicalModelAverager(ModelAverager, torch_hierarchical.HierarchicalMo
         # Groups of the whole job are numbered, so every rank makes all of them. Others are named by their ranks, and
         # made by those alone: ranks outside of `process_group` are not here.
         alone = whole is not dist.group.WORLD
+        backend = str(dist.get_backend_config(whole)) if alone else None
         made = {
-            tuple(part): dist.new_group(
-                part,
-                backend=str(dist.get_backend_config(whole)),
-                use_local_synchronization=alone,
-                group_desc="averaging",
-            )
+            tuple(part): dist.new_group(part, backend=backend, use_local_synchronization=alone)
             for part in parts
             if not alone or dist.get_rank() in part
         }
