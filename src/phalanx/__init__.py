@@ -6,6 +6,7 @@ from phalanx import errors, events
 from phalanx.api.ddp import DistributedDataParallel
 from phalanx.api.groups import monitored_barrier, set_timeout, split_group
 from phalanx.api.hook import register_hook
+from phalanx.api.precision import NORM_LAYERS, Precision
 from phalanx.api.replicate import (
     accumulate,
     is_replicated,
@@ -30,10 +31,12 @@ shm.register()
 __version__ = "0.1.0"
 
 __all__ = [
+    "NORM_LAYERS",
     "DistributedDataParallel",
     "HierarchicalModelAverager",
     "PeriodicModelAverager",
     "PostLocalSGDOptimizer",
+    "Precision",
     "World",
     "accumulate",
     "errors",

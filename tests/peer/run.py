@@ -80,9 +80,8 @@ SUITES = {
 }
 
 # Tests that pass with torch's own and not with ours, each with the reason (docs/parity.md says more). `run` takes the
-# names that a suite has; the first is of the DDP suites, the others of the collectives.
+# names that a suite has; all are of the collectives.
 DIFFERENT = {
-    "test_ddp_native_mixed_precision_ignored_params": "DDP's own mixed precision is not there yet: use torch.autocast",
     "test_get_backend": "asks that the backend's name be gloo",
     "test_monitored_barrier_gloo": "torch's monitored_barrier refuses any backend not named gloo: ours is px's own",
     "test_monitored_barrier_gloo_subgroup": "likewise",

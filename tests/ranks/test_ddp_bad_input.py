@@ -140,7 +140,7 @@ def test_arguments_that_do_not_fit() -> None:
         px.DistributedDataParallel(mlp(), device_mesh=init_device_mesh("cpu", (2, 1)))
     with pytest.raises(ValueError, match="need to be set at the same time"):
         px.DistributedDataParallel(mlp(), delay_all_reduce_named_params=[])
-    with pytest.raises(ValueError, match="mixed_precision"):
+    with pytest.raises(TypeError, match="mixed_precision"):
         px.DistributedDataParallel(mlp(), mixed_precision=object())
     with pytest.raises(ValueError, match="sample rate should be equal or greater than 1"):
         px.DistributedDataParallel(mlp())._set_ddp_runtime_logging_sample_rate(0)

@@ -240,9 +240,10 @@ class Replica:
     def has_changed(self) -> bool:
         """Whether the module's parameters are not those that were agreed on in the last step."""
         module = self._module()
-        if module is None or (self.lowering is not None and self.lowering.active):  # in forward, casts stand in for them
+        if module is None:
             return False
-        return _watches[module].changed()
+        in_forward = self.lowering is not None and self.lowering.active  # casts stand in for the parameters
+        return not in_forward and _watches[module].changed()
 
     def _after_change(self, report: Report) -> None:
         """Some rank's parameters are not what was agreed on. All ranks compare, and go on together or not at all."""

@@ -88,7 +88,15 @@ class ParameterSlot:
 class Bucket:
     """Gradients on their way. The buffer ends in a tail of `num_extra` numbers that are reduced with it."""
 
-    def __init__(self, spec: BucketSpec, specs: Sequence[ParameterSpec], group: Group, *, num_extra: int = 0) -> None:
+    def __init__(
+        self,
+        spec: BucketSpec,
+        specs: Sequence[ParameterSpec],
+        group: Group,
+        *,
+        num_extra: int = 0,
+        wire_dtype: torch.dtype | None = None,
+    ) -> None:
         self.spec = spec
         self.state = BucketState.FILLING
         self.slots: list[ParameterSlot] = []
@@ -101,6 +109,9 @@ class Bucket:
         self.buffer = group.allocate(0 if spec.sparse else spec.numel + num_extra, spec.dtype, spec.device)
         self.gradients = self.buffer[: spec.numel] if num_extra else self.buffer
         self.tail = self.buffer[spec.numel :] if num_extra else None
+        # Where the gradients travel in another dtype than they are kept in.
+        casts = wire_dtype not in (None, spec.dtype) and spec.dtype.is_floating_point and not spec.sparse
+        self.wire = group.allocate(spec.numel, wire_dtype, spec.device) if casts and wire_dtype else None
         # The factor as a tensor: half the cost of a Python number per multiplication. Never in less than single
         # precision: a third in bfloat16 is off by 0.2 %, and always to the same side.
         real = spec.dtype.to_real() if spec.dtype.is_complex else spec.dtype

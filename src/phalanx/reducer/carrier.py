@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from phalanx.comm.group import DeferredWork, Group, Work
+from phalanx.comm.group import DeferredWork, Group, ReduceKind, Work
 from phalanx.reducer.bucket import Bucket, BucketState, ParameterSlot
 from phalanx.reducer.intake import Intake
 from phalanx.reducer.layout import Layout
@@ -57,8 +57,16 @@ class Carrier:
         elif self.hook is not None:
             bucket.work = self.hook(bucket, bucket.gradients).then(_nothing)
         elif self.group.size > 1:
-            bucket.work = self.group.all_reduce(bucket.buffer, "avg" if self.averages else "sum")
+            bucket.work = self._reduce_on_wire(bucket)
         return True
+
+    def _reduce_on_wire(self, bucket: Bucket) -> Work:
+        kind: ReduceKind = "avg" if self.averages else "sum"
+        wire, gradients = bucket.wire, bucket.gradients
+        if wire is None:
+            return self.group.all_reduce(bucket.buffer, kind)
+        wire.copy_(gradients)
+        return self.group.all_reduce(wire, kind).then(lambda: _copy(gradients, wire))
 
     def _launch_sparse(self, bucket: Bucket) -> tuple[Work, Callable[[], torch.Tensor]]:
         (slot,) = bucket.slots
@@ -154,3 +162,7 @@ def as_sparse(slot: ParameterSlot, gradient: torch.Tensor | None) -> torch.Tenso
 
 def _nothing() -> None:
     return None
+
+
+def _copy(to: torch.Tensor, source: torch.Tensor) -> None:
+    to.copy_(source)

@@ -30,6 +30,7 @@ class Layout:
         group: Group,
         *,
         control_in_tail: bool,
+        wire_dtype: torch.dtype | None = None,
         from_the_end: bool = False,
     ) -> None:
         self.slots = list(slots)
@@ -45,12 +46,16 @@ class Layout:
             num_parameters=len(self.slots), num_buckets=len(planned), rank=group.rank, size=group.size
         )
         self.rides = (
-            control_in_tail and bool(planned) and planned[-1].dtype in _CARRIES_CONTROL and not planned[-1].sparse
+            control_in_tail
+            and wire_dtype is None  # a cast would round it
+            and bool(planned)
+            and planned[-1].dtype in _CARRIES_CONTROL
+            and not planned[-1].sparse
         )
         self.buckets: list[Bucket] = []
         for spec in planned:
             num_extra = self.control.length if self.rides and spec is planned[-1] else 0
-            bucket = Bucket(spec, self.specs, group, num_extra=num_extra)
+            bucket = Bucket(spec, self.specs, group, num_extra=num_extra, wire_dtype=wire_dtype)
             bucket.slots = [self.slots[index] for index in spec.parameters]
             for slot, index in zip(bucket.slots, spec.parameters, strict=True):
                 slot.index = index
@@ -133,6 +138,9 @@ class Layout:
                 slot.view = slot.shown = _NOTHING
             bucket.buffer = bucket.gradients = _NOTHING
             group.release(buffer)
+            if bucket.wire is not None:
+                wire, bucket.wire = bucket.wire, None
+                group.release(wire)
         self.control_tensor = _NOTHING
         self._shown = []
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+import torch
+
 from phalanx.reducer.plan import BucketPolicy
 
 
@@ -36,6 +38,8 @@ class ReducerOptions:
     """Every pass has the same arrivals as the first; the first is reduced when it is over."""
     skip_unused_buckets: bool = False
     """Do not reduce a bucket of which nothing arrived. All ranks must then use the same parameters in every step."""
+    wire_dtype: torch.dtype | None = None
+    """Dense floating gradients are summed in this dtype; a bucket hook, where there is one, gets them as they are."""
 
 
 @dataclass

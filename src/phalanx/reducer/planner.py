@@ -110,6 +110,7 @@ class Planner:
             policy,
             self.group,
             control_in_tail=self.control_in_tail,
+            wire_dtype=self.options.wire_dtype,
             from_the_end=from_the_end,
         )
         self._on_plan(reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import nn
 
+from phalanx.api.lowering import Lowering
 from phalanx.api.replicate import is_replicated
 from phalanx.comm.c10d import C10dGroup
 from phalanx.comm.coalesced import broadcast_coalesced
@@ -94,9 +96,20 @@ def trained_parameters(module: nn.Module, ignored: Collection[str]) -> list[tupl
     return list(found.values())
 
 
-def verify_alike(group: C10dGroup, named: Sequence[tuple[str, nn.Parameter]], problem: Exception | None = None) -> None:
-    """Raise on every rank if some rank has another model, or a problem of its own. Collective."""
+def verify_alike(
+    group: C10dGroup,
+    named: Sequence[tuple[str, nn.Parameter]],
+    problem: Exception | None = None,
+    *,
+    lowering: Lowering | None = None,
+) -> None:
+    """Raise on every rank if some rank has another model or mixed precision, or a problem of its own. Collective."""
     entries = [] if problem is not None else [TensorEntry.of(name, p, "parameter") for name, p in named]
+    if lowering is not None:
+        entries = [
+            dataclasses.replace(entry, dtype=entry.dtype + lowering.described(entry.name, parameter))
+            for entry, (_, parameter) in zip(entries, named, strict=True)
+        ]
     try:
         verify_same(group, entries, problem=None if problem is None else str(problem))
     except MismatchError as error:

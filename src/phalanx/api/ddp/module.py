@@ -30,9 +30,11 @@ from phalanx.api.ddp.construction import (
 )
 from phalanx.api.ddp.inputs import to_device
 from phalanx.api.ddp.logger import Logger
+from phalanx.api.ddp.mixed_precision import cast_module, precision_of
 from phalanx.api.ddp.options import BucketCaps, Devices, engine_options
 from phalanx.api.ddp.pickling import nearest_importable, new
 from phalanx.api.ddp.torch_reducer import TorchReducer
+from phalanx.api.lowering import Lowering
 from phalanx.comm.c10d import C10dGroup, group_of
 from phalanx.hooks.builtin import builtin_hook
 from phalanx.hooks.call import HookCall, TorchHook, hook_name
@@ -89,6 +91,8 @@ class DistributedDataParallel(BufferSync, TorchDDP):
                 "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
             )
         precision = precision_of(mixed_precision)
+        if precision is not None and (misfit := precision.problem_with(module)) is not None:
+            raise misfit
         self.process_group = choose_group(module, process_group, device_mesh)
         if device_mesh is not None:
             self.device_mesh = device_mesh
@@ -141,10 +145,10 @@ class DistributedDataParallel(BufferSync, TorchDDP):
         parameters, sparse = self._build_params_for_reducer()
         names = self._build_debug_param_to_name_mapping(parameters)
         if init_sync:
-            verify_alike(self._group(), [(names[index], parameter) for index, parameter in enumerate(parameters)])
+            named = [(names[index], parameter) for index, parameter in enumerate(parameters)]
+            verify_alike(self._group(), named, lowering=self._make_lowering())
             self._sync_module_states(source=0, buffers=init_sync_buffers)
-        if precision is not None:
-            cast_buffers(module, precision, self.parameters_to_ignore)
+        cast_module(module, mixed_precision, self.parameters_to_ignore)
         self._build_engine(parameters, sparse, names, static_graph)
         if static_graph:
             self._set_static_graph()
@@ -205,15 +209,25 @@ class DistributedDataParallel(BufferSync, TorchDDP):
     def _sync_module_states(self, *, source: int, buffers: bool) -> None:
         sync_module_states(self._group(), self.module, self.parameters_to_ignore, source=source, buffers=buffers)
 
+    def _make_lowering(self) -> Lowering | None:
+        precision = precision_of(self.mixed_precision)
+        if precision is None:
+            return None
+        return Lowering(self.module, precision, without={name.lstrip(".") for name in self.parameters_to_ignore})
+
     def _build_engine(
         self, parameters: Sequence[nn.Parameter], sparse: Sequence[bool], names: dict[int, str], static: bool
     ) -> None:
+        self._lowering = self._make_lowering()
+        if self._lowering is not None:
+            self._lowering.install()
         options = engine_options(
             self._caps,
             as_view=self.gradient_as_bucket_view,
             find_unused=self.find_unused_parameters,
             static=static,
             skip_unused=self.skip_all_reduce_unused_params,
+            wire_dtype=None if self._lowering is None else self._lowering.policy.reduce_dtype,
         )
         self._engine = Reducer(
             [(names[index], parameter) for index, parameter in enumerate(parameters)],
@@ -253,7 +267,7 @@ class DistributedDataParallel(BufferSync, TorchDDP):
     def __getstate__(self) -> dict[str, Any]:
         self._check_default_group()
         state = copy.copy(self.__dict__)
-        for local in ("process_group", "reducer", "logger", "_engine", "_watched", "_hook_call"):
+        for local in ("process_group", "reducer", "logger", "_engine", "_watched", "_hook_call", "_lowering"):
             state.pop(local, None)
         state["_comm_hooks"] = []  # as with torch, hooks are registered anew: their state may hold a process group
         state["broadcast_buffers"] = self.forward_sync_buffers  # a property: torch's own class reads it, old and new
@@ -270,6 +284,9 @@ class DistributedDataParallel(BufferSync, TorchDDP):
         self.__dict__.setdefault("require_forward_param_sync", True)
         self.__dict__.setdefault("require_backward_grad_sync", True)
         self.__dict__.setdefault("forward_sync_buffers", self.__dict__.pop("broadcast_buffers", True))
+        if "_caps" not in self.__dict__:  # pickled by torch's own class, which was swapped for ours since
+            first = int(dist._DEFAULT_FIRST_BUCKET_BYTES) if self.bucket_bytes_cap_default else self.bucket_bytes_cap
+            self._caps = BucketCaps(self.bucket_bytes_cap, first, tuple(self.__dict__.get("bucket_bytes_cap_list", ())))
         self.logger = None
         parameters, sparse = self._build_params_for_reducer()
         self._build_engine(parameters, sparse, self._build_debug_param_to_name_mapping(parameters), self.static_graph)
@@ -322,7 +339,12 @@ class DistributedDataParallel(BufferSync, TorchDDP):
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         with self._inside_ddp_forward():
-            return self.module(*inputs, **kwargs)
+            try:
+                return self.module(*inputs, **kwargs)
+            except BaseException:
+                if self._lowering is not None:  # its own hooks are not called for an interrupt
+                    self._lowering.restore_stale()
+                raise
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if not self._lazy_init_ran and not torch.compiler.is_compiling():
@@ -470,6 +492,7 @@ class DistributedDataParallel(BufferSync, TorchDDP):
                     find_unused=self.find_unused_parameters,
                     static=True,
                     skip_unused=self.skip_all_reduce_unused_params,
+                    wire_dtype=self._engine.options.wire_dtype,
                 )
             )
         assert self.logger is not None

@@ -54,7 +54,13 @@ class BucketCaps:
 
 
 def engine_options(
-    caps: BucketCaps, *, as_view: bool, find_unused: bool, static: bool, skip_unused: bool
+    caps: BucketCaps,
+    *,
+    as_view: bool,
+    find_unused: bool,
+    static: bool,
+    skip_unused: bool,
+    wire_dtype: torch.dtype | None = None,
 ) -> ReducerOptions:
     return ReducerOptions(
         policy=caps.policy(),
@@ -64,6 +70,7 @@ def engine_options(
         settle_unused=find_unused and not static,
         static=static,
         skip_unused_buckets=skip_unused and find_unused,
+        wire_dtype=wire_dtype,
     )
 
 
