@@ -31,6 +31,7 @@ from phalanx.reducer.intake import Intake
 from phalanx.reducer.layout import Layout
 from phalanx.reducer.options import Placement, ReducerOptions, ReducerStats
 from phalanx.reducer.planner import Named, Planner
+from phalanx.reducer.spans import StepSpans
 from phalanx.reducer.unused import Flag, Report
 from phalanx.reducer.verify import TensorEntry, verify_same
 from phalanx.reducer.weights import Reduction, StepWeight
@@ -70,6 +71,8 @@ class Reducer:
         self.stats = ReducerStats()
         self.gate: Callable[[], bool] = lambda: True
         """Asked when a pass begins: False keeps its gradients local, to be reduced by a later pass."""
+        self.hold: Callable[[], bool] = lambda: False
+        """Asked when a bucket is full: True keeps it until `launch_ready`, or to the end of the pass."""
         self.own_flags: Callable[[], Flag] = lambda: Flag(0)
         """Asked at the end of a pass: what else this rank has to tell the others."""
         self.before_step: Callable[[], None] | None = None
@@ -135,6 +138,7 @@ class Reducer:
 
     def _planned(self, reason: str) -> None:
         self.stats.num_plans += 1
+        self._spans = StepSpans(self.name, self.buckets)
         if events.listeners:
             events.emit(events.BucketsPlanned(self.name, self.step, reason, len(self.buckets)))
 
@@ -293,8 +297,14 @@ class Reducer:
 
     def _bucket_is_full(self, bucket: Bucket) -> None:
         self.layout.launches.mark_ready(bucket.index)
-        if not self._static_first:
+        if not self._static_first and not self.hold():
             self._launch()
+
+    def launch_ready(self) -> None:
+        """Launch the full buckets that were held."""
+        if self._mode is Mode.SYNC and not self._static_first:
+            with torch.no_grad():
+                self._launch()
 
     # -- the step --------------------------------------------------------------------------------------------------
 
@@ -346,7 +356,7 @@ class Reducer:
         return self.options.static and not self._learnt
 
     def _complete_step(self) -> None:
-        with torch.no_grad():
+        with torch.no_grad(), self._spans.finalize:
             topics = {self.topic, self._plan_topic}
             self.group.topics |= topics  # only while waiting: a step that stays open must not catch later notices
             try:
@@ -566,7 +576,8 @@ class Reducer:
         if not self.stats.buckets_launched:
             self.stats.times.first_launch_ns = time.perf_counter_ns()
         try:
-            self.stats.buckets_launched += self._carrier.launch(bucket)
+            with self._spans.launch[bucket.index]:
+                self.stats.buckets_launched += self._carrier.launch(bucket)
         except Exception as error:
             if self._carrier.hook is not None:
                 self._fail_in_bucket_hook(error)
