@@ -20,6 +20,7 @@ from phalanx.api.replicate import (
 from phalanx.api.world import World, init, shutdown
 from phalanx.comm import shm
 from phalanx.compose.swap import swap_ddp
+from phalanx.data import DistributedSampler, gather_exact
 from phalanx.optim.averagers import PeriodicModelAverager
 from phalanx.optim.hierarchical_averager import HierarchicalModelAverager
 
@@ -33,6 +34,7 @@ __version__ = "0.1.0"
 __all__ = [
     "NORM_LAYERS",
     "DistributedDataParallel",
+    "DistributedSampler",
     "HierarchicalModelAverager",
     "PeriodicModelAverager",
     "PostLocalSGDOptimizer",
@@ -41,6 +43,7 @@ __all__ = [
     "accumulate",
     "errors",
     "events",
+    "gather_exact",
     "init",
     "is_replicated",
     "monitored_barrier",
