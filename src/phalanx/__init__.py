@@ -17,6 +17,7 @@ from phalanx.api.replicate import (
     unreplicate,
     weight,
 )
+from phalanx.api.step_in_backward import step_in_backward
 from phalanx.api.world import World, init, shutdown
 from phalanx.comm import shm
 from phalanx.compose.swap import swap_ddp
@@ -53,6 +54,7 @@ __all__ = [
     "set_timeout",
     "shutdown",
     "split_group",
+    "step_in_backward",
     "step_stats",
     "swap_ddp",
     "synchronize",

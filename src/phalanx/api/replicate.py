@@ -21,12 +21,14 @@ from phalanx.comm.c10d import C10dGroup, group_of, own_group, release_group
 from phalanx.comm.coalesced import broadcast_coalesced
 from phalanx.comm.group import Group
 from phalanx.errors import MismatchError, ReducerStateError
+from phalanx.optim.in_backward import take_over
 from phalanx.reducer.options import ReducerOptions, ReducerStats
 from phalanx.reducer.plan import MIB, BucketPolicy
 from phalanx.reducer.reducer import Reducer
 from phalanx.reducer.unused import Flag, Report
 from phalanx.reducer.verify import TensorEntry, verify_same
 from phalanx.reducer.watch import ModuleWatch, expects_sparse, named_trained_parameters
+from phalanx.reducer.weights import Reduction
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -188,6 +190,7 @@ class Replica:
         self.accumulation: list[int] = []
         self.num_backwards = 0
         self.said_unused = False
+        self._took_over = False
         named = named_trained_parameters(module, ignored.__contains__)
         self.reducer = Reducer(
             named,
@@ -216,6 +219,10 @@ class Replica:
         known = [parameter for slot in self.reducer.slots if (parameter := slot.ref()) is not None]
         return known if module is None else [*known, *module.parameters()]
 
+    def state(self, module: nn.Module) -> list[torch.Tensor]:
+        """The parameters and buffers that are alike on all ranks."""
+        return [tensor for _, tensor in _named_state(module, self._ignored)]
+
     def described(self, asking: nn.Module) -> str:
         module = self._module()
         if module is None:
@@ -227,6 +234,7 @@ class Replica:
         return not self.no_sync_depth and not self.accumulation
 
     def _synchronises_now(self) -> bool:
+        self._take_over_optimizers()
         if self.no_sync_depth:
             return False
         if self.accumulation:
@@ -234,7 +242,14 @@ class Replica:
             return self.num_backwards % self.accumulation[-1] == 0
         return True
 
+    def _take_over_optimizers(self) -> None:
+        """Of torch's `_apply_optimizer_in_backward`: looked for in the first pass, as its DDP does in the first forward."""
+        if not self._took_over:
+            self._took_over = True
+            take_over(self.reducer, [slot.parameter for slot in self.reducer.slots])
+
     def _flags(self) -> Flag:
+        self._take_over_optimizers()  # also on a rank that takes part without a pass
         return self.buffers.flags() | (Flag.CHANGED if self.has_changed() else Flag(0))
 
     def has_changed(self) -> bool:
@@ -346,11 +361,20 @@ def accumulate(module: nn.Module, n: int) -> Iterator[None]:
             replica.reducer.synchronize()
 
 
-def weight(module: nn.Module, n: float) -> None:
-    """This rank's weight in the next step's average: its number of samples or tokens. On all ranks of a step, or none."""
-    if not n >= 0:
-        raise ValueError(f"a weight is a number of samples or tokens, not negative; got {n!r}")
-    replica_of(module).reducer.set_weight(float(n))
+def weight(module: nn.Module, n: float, *, reduction: Reduction = "mean") -> None:
+    """This rank's weight in the next step's average: its number of samples or tokens. On all ranks of a step, or none.
+
+    Call it before a backward pass whose loss is the mean over `n` samples, or with ``reduction="sum"`` their sum. The
+    average is then the gradient of the mean over all ranks' samples: what one process would compute from all of them.
+    Under `accumulate` or `no_sync` call it before each pass, with that pass's `n`: passes count by their share, and
+    their weights add up. (Or once in a step, for gradients that you have scaled yourself.) Zero is for a batch without
+    samples; its gradient must be zero too. `module` may be a `DistributedDataParallel`.
+    """
+    if not 0 <= n < float("inf"):
+        raise ValueError(f"a weight is a number of samples or tokens, not negative and not infinite; got {n!r}")
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction must be mean or sum, as of the loss; got {reduction!r}")
+    _reducer_of(module).set_weight(float(n), reduction)
 
 
 def synchronize(module: nn.Module) -> None:
@@ -364,10 +388,12 @@ def synchronize(module: nn.Module) -> None:
 
 def step_stats(module: nn.Module) -> ReducerStats:
     """Counters of a replicated module, or of a DistributedDataParallel: steps so far and seconds spent waiting."""
+    return _reducer_of(module).stats
+
+
+def _reducer_of(module: nn.Module) -> Reducer:
     engine = getattr(module, "_engine", None)
-    if isinstance(engine, Reducer):
-        return engine.stats
-    return replica_of(module).reducer.stats
+    return engine if isinstance(engine, Reducer) else replica_of(module).reducer
 
 
 __all__ = [

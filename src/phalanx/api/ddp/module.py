@@ -6,7 +6,7 @@ import copy
 import logging
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _tree_flatten_with_rref
 
 from phalanx.api import optimizer_watch
-from phalanx.api.ddp.backward_optimizers import step_after_averaging
 from phalanx.api.ddp.buffer_sync import BufferSync
 from phalanx.api.ddp.construction import (
     choose_buffer_sync,
@@ -39,6 +38,7 @@ from phalanx.comm.c10d import C10dGroup, group_of
 from phalanx.hooks.builtin import builtin_hook
 from phalanx.hooks.call import HookCall, TorchHook, hook_name
 from phalanx.hooks.registration import problem_with_hook
+from phalanx.optim.in_backward import StepInBackward, keep, problem_with_parameters, take_over
 from phalanx.reducer.reducer import Reducer
 from phalanx.reducer.watch import expects_sparse
 
@@ -375,7 +375,21 @@ class DistributedDataParallel(BufferSync, TorchDDP):
 
     def _setup_in_backward_optimizers(self) -> None:
         if not self._delay_all_reduce_all_params:
-            step_after_averaging(self._engine, self._module_parameters)
+            take_over(self._engine, self._module_parameters)
+
+    def _register_fused_optim(
+        self, optim: Any, *args: Any, optim_params: Iterable[nn.Parameter] | None = None, **kwargs: Any
+    ) -> None:
+        """Let backward end in a step of `optim`. It is an ordinary optimizer, stepped when all gradients are averaged."""
+        if not (isinstance(optim, type) and issubclass(optim, torch.optim.Optimizer)):
+            super()._register_fused_optim(optim, *args, optim_params=optim_params, **kwargs)  # one of torch's own table
+            return
+        parameters = [slot.parameter for slot in self._engine.slots] if optim_params is None else optim_params
+        optimizer = optim(parameters, *args, **kwargs)
+        problem = problem_with_parameters(self, optimizer)
+        if problem is not None:
+            raise problem
+        keep(self, StepInBackward(self._engine, optimizer, free_gradients=False))
 
     def _post_forward(self, output: Any) -> Any:
         if self._delay_all_reduce_all_params:
