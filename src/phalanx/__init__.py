@@ -6,6 +6,7 @@ from phalanx import errors, events
 from phalanx.api.ddp import DistributedDataParallel
 from phalanx.api.groups import monitored_barrier, set_timeout, split_group
 from phalanx.api.hook import register_hook
+from phalanx.api.join import join
 from phalanx.api.precision import NORM_LAYERS, Precision
 from phalanx.api.replicate import (
     accumulate,
@@ -18,6 +19,7 @@ from phalanx.api.replicate import (
     weight,
 )
 from phalanx.api.step_in_backward import step_in_backward
+from phalanx.api.sync_batch_norm import SyncBatchNorm, synchronize_batch_norm
 from phalanx.api.world import World, init, shutdown
 from phalanx.comm import shm
 from phalanx.compose.swap import swap_ddp
@@ -40,6 +42,7 @@ __all__ = [
     "PeriodicModelAverager",
     "PostLocalSGDOptimizer",
     "Precision",
+    "SyncBatchNorm",
     "World",
     "accumulate",
     "errors",
@@ -47,6 +50,7 @@ __all__ = [
     "gather_exact",
     "init",
     "is_replicated",
+    "join",
     "monitored_barrier",
     "no_sync",
     "register_hook",
@@ -58,6 +62,7 @@ __all__ = [
     "step_stats",
     "swap_ddp",
     "synchronize",
+    "synchronize_batch_norm",
     "unreplicate",
     "weight",
 ]

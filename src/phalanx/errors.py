@@ -73,3 +73,11 @@ class ReducerStateError(PhalanxError):
 
 class UnsynchronizedStepError(PhalanxError):
     """An optimizer is about to step on gradients that were never averaged."""
+
+
+class OutOfDataError(PhalanxError):
+    """A rank ran out of data before the others, where the user asked for an error in that case."""
+
+    def __init__(self, message: str, *, out_ranks: Sequence[int] = (), **where: object) -> None:
+        self.out_ranks = tuple(out_ranks)
+        super().__init__(message, **where)  # type: ignore[arg-type]

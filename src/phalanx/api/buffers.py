@@ -35,6 +35,7 @@ class BufferSync:
         self._group = group
         self._policy = policy
         self._ignored = ignored
+        self._at_work = list(range(group.size))
         self.remember(module)
 
     def remember(self, module: nn.Module) -> None:
@@ -53,6 +54,9 @@ class BufferSync:
         places = self._places()
         if not places:
             return
+        # A rank that has run out of data has buffers of its last batch: those that are at work count.
+        out = report.ranks_with(Flag.OUT)
+        self._at_work = [rank for rank in range(self._group.size) if rank not in out] or [0]
         with torch.no_grad():
             # All are started before the first is waited for: each is small, and the wire's latency is paid once.
             started = [
@@ -79,12 +83,16 @@ class BufferSync:
 
     def _start(self, piece: list[torch.Tensor]) -> tuple[torch.Tensor, Work]:
         flat = torch.cat([buffer.detach().reshape(-1) for buffer in piece])
-        return flat, self._group.all_reduce(flat) if self._averages(flat) else self._group.broadcast(flat, 0)
+        if not self._averages(flat):
+            return flat, self._group.broadcast(flat, self._at_work[0])
+        if self._group.rank not in self._at_work:
+            flat.zero_()
+        return flat, self._group.all_reduce(flat)
 
     def _unpacked(self, piece: list[torch.Tensor], flat: torch.Tensor) -> list[torch.Tensor]:
         if self._averages(flat):
-            flat.div_(self._group.size)
-        elif self._group.rank == 0:
+            flat.div_(len(self._at_work))
+        elif self._group.rank == self._at_work[0]:
             return piece
         parts = flat.split([buffer.numel() for buffer in piece])
         # Each in memory of its own, laid out as before: one that a user keeps must not keep the others.

@@ -69,6 +69,11 @@ def unwatch(replica: Watched) -> None:
     forget_optimizers()
 
 
+def optimizers_of(replica: Watched) -> list[Optimizer]:
+    """Those that have stepped, of a replica's parameters."""
+    return [optimizer for optimizer, replicas in _seen.items() if replica in replicas]
+
+
 def forget_optimizers() -> None:
     """Which optimizer holds whose parameters is looked up anew: parameters were replaced, or replicas came or went."""
     _by_optimizer.clear()
