@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 import torch.distributed as dist
 from tests.ranks.replicas import SMALL, equal_on_all_ranks, mlp
 from tests.ranks.uneven import CLOSE, assert_same_state, shares, sized_shares, train_alone
-from torch import nn
 
 import phalanx as px
 from phalanx.testing import run_ranks

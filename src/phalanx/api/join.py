@@ -76,8 +76,10 @@ class Join:
     def over(self, loader: Iterable[T]) -> Iterator[T]:
         """The loader's batches, as long as `when_out` says. The loader is read one batch ahead.
 
-        Collective: every rank iterates, also one whose loader is empty. To leave it before its end (``break``) on some
-        ranks only, put the loop into ``with px.join(…) as joined:`` and iterate ``joined.over(loader)``.
+        Collective: every rank iterates, also one whose loader is empty. Leave the loop early (``break``) on all ranks
+        after the same batch. Where a rank may have run out by then, iterate in a block, ``with px.join(…) as joined:
+        for batch in joined.over(loader)``, whose end tells it; a rank that may leave alone needs a loop of its own in
+        the block, ``with px.join(…): for batch in loader``.
         """
         if self._round is not None and not self._round.over and self._round.num_batches:
             raise RuntimeError("px.join is already in a loop: let it end first, or call px.join again")

@@ -83,6 +83,7 @@ class Round:
     def begin_batch(self, *, last: bool) -> None:
         self._last_batch = last
         self._stepped = False
+        self._guard.rests = False
         self.num_batches += 1
 
     def end_batch(self) -> bool:
@@ -96,7 +97,10 @@ class Round:
         """This rank has no more batches: keep the others company until they have none either."""
         if self.over:
             return
-        if self._led and self._group.size > 1:
+        if self._group.size > 1 and not self._led:
+            # A break, of which the others cannot know: unless they do the same, they wait for this rank.
+            self.leave("its loop ended before its data did (break)")
+        elif self._group.size > 1:
             self._shadow()
         self.close()
 
@@ -176,6 +180,7 @@ class Round:
         self._stepped = True
         self._num_steps += 1
         self._ending = report.ranks_with(Flag.LAST)
+        self._guard.rests = False
         self._move_on()
 
     # -- led steps -------------------------------------------------------------------------------------------------
@@ -191,6 +196,7 @@ class Round:
         return len(self._replicas) + 2
 
     def _before_step(self, index: int) -> None:
+        self._guard.rests = True  # within a step a hook may use any group: ranks without data run it, too
         if self._following or not self._led:
             return
         if self._when_out == "stop":
