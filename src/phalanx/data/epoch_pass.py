@@ -42,7 +42,9 @@ class EpochPass:
         self._num_handed = 0
         self._piece: Iterator[int] = iter(())
         self._num_used: int | None = None  # None where every index that was drawn counts as used
-        self._ended = False
+        self._is_drawn_out = False
+        self._is_tracked = False
+        self._is_over = False
 
     @property
     def bound(self) -> tuple[int, Share]:
@@ -52,7 +54,7 @@ class EpochPass:
 
     @property
     def has_drawn(self) -> bool:
-        return self._num_handed > 0 or self._ended
+        return self._num_handed > 0 or self._is_drawn_out
 
     def bind(self, place: Place) -> None:
         self._bound = (place.epoch, self._source._share_from(place.position))
@@ -60,26 +62,35 @@ class EpochPass:
     def drawn_place(self) -> Place:
         """Where the epoch stands if every index drawn from this pass counts as used."""
         # How many of the present piece are left is known to its iterator, so drawing an index costs no bookkeeping.
-        return self._place(self._num_handed - operator.length_hint(self._piece))
+        num_drawn = self._num_handed - operator.length_hint(self._piece)
+        return self._place(num_drawn, is_over=self._is_drawn_out)
 
     def used_place(self) -> Place:
         """Where the epoch stands by what the user says was used, or by the draws where nothing was said."""
-        return self.drawn_place() if self._num_used is None else self._place(self._num_used)
+        if self._num_used is None:
+            return self.drawn_place()
+        is_used_up = self._is_drawn_out and self._num_used >= self.bound[1].count
+        return self._place(self._num_used, is_over=self._is_over if self._is_tracked else is_used_up)
 
-    def _place(self, num_used: int) -> Place:
+    def _place(self, num_used: int, *, is_over: bool) -> Place:
         if self._bound is None:
             return self._source._schedule.place_of(self.ticket)
         epoch, share = self._bound
-        if self._ended and num_used >= share.count:
+        if is_over:
             return Place(epoch, share.length, ended=True)
         return Place(epoch, share.position_after(num_used))
 
     def count_used(self, num_samples: int) -> None:
         self._num_used = min((self._num_used or 0) + num_samples, self.bound[1].count)
 
+    def track(self) -> None:
+        """From here on `end` says when this pass is over: its last index is drawn before its last batch is used."""
+        self._is_tracked = True
+        self._num_used = self._num_used or 0
+
     def end(self) -> None:
         """The loop over this pass is over, whatever a loader has left of it."""
-        self._num_used, self._ended = self.bound[1].count, True
+        self._is_over = True
 
     def __iter__(self) -> Iterator[Iterator[int]]:
         """The indices of this pass in pieces, each an iterator."""
@@ -90,7 +101,7 @@ class EpochPass:
             self._piece = iter(part)
             self._num_handed += len(part)
             yield self._piece
-        self._ended = True
+        self._is_drawn_out = True
 
 
 class EpochIterator(itertools.chain[int]):

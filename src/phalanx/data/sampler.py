@@ -119,13 +119,16 @@ class DistributedSampler(TorchDistributedSampler[int]):
         began: EpochPass | None = None
         for batch in loader:
             if began is None:
-                began = self._current
-                assert began is not None
+                began = self._tracked_pass()
             began.count_used(batch_size)
             yield batch
-        began = began or self._current
-        if began is not None:
-            began.end()
+        (began or self._tracked_pass()).end()
+
+    def _tracked_pass(self) -> EpochPass:
+        """The pass that the loader has just drawn its first index of, or ended at once."""
+        assert self._current is not None
+        self._current.track()
+        return self._current
 
     def _batch_size_of(self, loader: object) -> int:
         batches = getattr(loader, "batch_sampler", None)
