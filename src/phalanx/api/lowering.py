@@ -24,13 +24,12 @@ _Table = dict[str, Any]
 
 
 class _Swap(NamedTuple):
-    """A cast in a table, in the place of the real thing. `version` is the cast's own, before forward could write to it."""
+    """A cast in a table, in the place of the real thing."""
 
     table: _Table
     key: str
     real: torch.Tensor
     cast: torch.Tensor
-    version: int
     is_buffer: bool
 
 
@@ -175,9 +174,8 @@ class Lowering:
             now = swap.table.get(swap.key)
             if now is swap.cast:
                 swap.table[swap.key] = swap.real
-                if swap.is_buffer and swap.cast._version != swap.version:  # running statistics
-                    with torch.no_grad():
-                        swap.real.copy_(swap.cast)
+                if swap.is_buffer:
+                    _take_over_changes(swap.real, swap.cast)
             elif swap.is_buffer and isinstance(now, torch.Tensor) and now.dtype == swap.cast.dtype:
                 swap.table[swap.key] = now.to(swap.real.dtype)  # forward assigned a new one
         for module, attributes in flat_weights:
@@ -213,8 +211,17 @@ class Lowering:
             cast = casts.get(id(tensor))
             if cast is None:
                 cast = casts[id(tensor)] = tensor.to(dtype)
-            self._swaps.append(_Swap(table, key, tensor, cast, cast._version, is_buffer))
+            self._swaps.append(_Swap(table, key, tensor, cast, is_buffer))
             table[key] = cast
+
+
+def _take_over_changes(real: torch.Tensor, cast: torch.Tensor) -> None:
+    """What forward wrote into a buffer (running statistics). Elements that it left alone are not rounded.
+
+    By value: kernels that update statistics do not all count as writes. And without asking the device whether any did.
+    """
+    with torch.no_grad():
+        real.copy_(torch.where(cast == real.to(cast.dtype), real, cast.to(real.dtype)))
 
 
 def _holds_tensors(module: nn.Module) -> bool:
