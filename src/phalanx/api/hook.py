@@ -45,7 +45,9 @@ def register_hook(module: nn.Module, hook: TorchHook, *, state: object = None) -
         raise problem
     reducer, group = replica.reducer, replica.group
     assert isinstance(group, C10dGroup)
-    call = _calls[replica] = HookCall(hook, state, group, lambda: len(reducer.buckets))
+    # Weakly: the reducer leads to the replica, whose entry would keep it for good.
+    weak = weakref.ref(reducer)
+    call = _calls[replica] = HookCall(hook, state, group, lambda: len(there.buckets) if (there := weak()) else 0)
     reducer.set_bucket_hook(call.weakly())
 
 
