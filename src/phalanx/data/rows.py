@@ -139,7 +139,9 @@ def pack(tensors: Sequence[torch.Tensor], leaves: Sequence[Leaf], device: torch.
     num_rows = tensors[0].shape[0]
     columns = []
     for tensor, leaf in zip(tensors, leaves, strict=True):
-        flat = tensor.detach().resolve_conj().resolve_neg().to(device).contiguous().reshape(-1)
+        flat = tensor.detach().resolve_conj().resolve_neg().to(device).reshape(-1)
+        if flat.numel() and flat.stride(0) != 1:  # which a single element may have, and count as contiguous
+            flat = flat.clone(memory_format=torch.contiguous_format)
         columns.append(flat.view(torch.uint8).view(num_rows, leaf.row_bytes) if num_rows else _nothing(leaf, device))
     return columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
 
