@@ -35,16 +35,12 @@ INHERITED = {
     "gather": "kept by torch for old callers",
     "train": "nn.Module's",
     "join": JOINING,
-    "join_hook": JOINING,
     "join_device": JOINING,
     "join_process_group": JOINING,
     "_check_global_requires_backward_grad_sync": JOINING,
     "_check_and_sync_module_buffers": JOINING,
     "_find_common_rank": JOINING,
     "_register_fused_optim": "registers a communication hook that steps; test_ddp_hooks shows that it works",
-    "_register_delay_all_reduce_hook": "delayed reduction is apart from the reducer: a hook on one parameter",
-    "_delayed_all_reduce_hook": "as above",
-    "_clear_grad_buffer": "as above",
 }
 NOT_THERE = {
     "_ddp_init_helper": "builds torch's C++ reducer; ours is built by _build_engine",

@@ -95,7 +95,7 @@ def own_group(process_group: dist.ProcessGroup) -> dist.ProcessGroup:
         timeout=timedelta(seconds=_timeout_s(process_group)),
         backend=backend or dist.get_backend(process_group),
         # Of all ranks, a group has a number of its own; of some, a name made from them, so that only they need to call.
-        use_local_synchronization=process_group is not dist.group.WORLD,
+        use_local_synchronization=process_group.size() != dist.get_world_size(),
         group_desc="phalanx.replicate",
     )
     assert isinstance(made, dist.ProcessGroup)

@@ -300,6 +300,10 @@ class Reducer:
         if not self._static_first and not self.hold():
             self._launch()
 
+    def enter_pass(self) -> None:
+        """Called in a pass: end one's step in it before any other reducer that enters it later."""
+        self._passes.enter()
+
     def launch_ready(self) -> None:
         """Launch the full buckets that were held."""
         if self._mode is Mode.SYNC and not self._static_first:

@@ -27,6 +27,7 @@ from phalanx.api.ddp.construction import (
     trained_parameters,
     verify_alike,
 )
+from phalanx.api.ddp.delayed import DelayedParameters, problem_with_delay
 from phalanx.api.ddp.inputs import to_device
 from phalanx.api.ddp.logger import Logger
 from phalanx.api.ddp.mixed_precision import cast_module, precision_of
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class DistributedDataParallel(BufferSync, TorchDDP):
+class DistributedDataParallel(BufferSync, DelayedParameters, TorchDDP):
     """Wraps a module so that backward averages its gradients over the ranks: torch's class, on Phalanx's engine.
 
     Arguments, attributes and errors are those of `torch.nn.parallel.DistributedDataParallel`, whose documentation
@@ -86,23 +87,20 @@ class DistributedDataParallel(BufferSync, TorchDDP):
         nn.Module.__init__(self)
         Joinable.__init__(self)
         self.logger = None
-        if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
-            raise ValueError(
-                "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
-            )
+        delay_problem = problem_with_delay(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
         precision = precision_of(mixed_precision)
         if precision is not None and (misfit := precision.problem_with(module)) is not None:
             raise misfit
         self.process_group = choose_group(module, process_group, device_mesh)
         if device_mesh is not None:
             self.device_mesh = device_mesh
-        self._delay_all_reduce_params: list[nn.Parameter] = []
+        delayed = [] if delay_problem is not None else list(delay_all_reduce_named_params or ())
+        self._delay_arguments = (delayed, param_to_hook_all_reduce)
+        self._delay_all_reduce_params = [parameter for _, parameter in delayed]
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        for name, parameter in delay_all_reduce_named_params or ():
-            self.parameters_to_ignore.add(name)
-            self._delay_all_reduce_params.append(parameter)
+        self.parameters_to_ignore.update(name for name, _ in delayed)
         self._module_parameters = [p for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
-        self._set_devices(module, device_ids, output_device, init_sync=init_sync)
+        self._set_devices(module, device_ids, output_device, init_sync=init_sync, problem=delay_problem)
         self.static_graph = False
         self.dim = dim
         self.module = module
@@ -133,21 +131,19 @@ class DistributedDataParallel(BufferSync, TorchDDP):
         self._use_python_reducer = False
         self._delay_grad_buffer: torch.Tensor | None = None
         self._delay_grad_views: list[torch.Tensor] = []
-        self._delay_all_reduce_all_params = False
-        if self._delay_all_reduce_params:
-            self._register_delay_all_reduce_hook(
-                bucket_cap_mb=self.bucket_bytes_cap,
-                param_to_hook_all_reduce=param_to_hook_all_reduce,
-                device_ids=device_ids,
-            )
-            if self._delay_all_reduce_all_params:
-                return
+        self._delayed = None
         parameters, sparse = self._build_params_for_reducer()
+        self._delay_all_reduce_all_params = bool(delayed) and not parameters
         names = self._build_debug_param_to_name_mapping(parameters)
         if init_sync:
             named = [(names[index], parameter) for index, parameter in enumerate(parameters)]
             verify_alike(self._group(), named, lowering=self._make_lowering())
             self._sync_module_states(source=0, buffers=init_sync_buffers)
+        if self._delay_all_reduce_params:
+            assert param_to_hook_all_reduce is not None
+            self._register_delay_all_reduce_hook(self.bucket_bytes_cap, param_to_hook_all_reduce, device_ids)
+        if self._delay_all_reduce_all_params:
+            return
         cast_module(module, mixed_precision, self.parameters_to_ignore)
         self._build_engine(parameters, sparse, names, static_graph)
         if static_graph:
@@ -162,9 +158,10 @@ class DistributedDataParallel(BufferSync, TorchDDP):
         output_device: int | torch.device | None,
         *,
         init_sync: bool,
+        problem: Exception | None = None,
     ) -> None:
         """Look at what is to be wrapped. A rank that cannot go on says why to the others, which come to verify."""
-        problem = problem_with(module, self._module_parameters, delayed=bool(self._delay_all_reduce_params))
+        problem = problem or problem_with(module, self._module_parameters, delayed=bool(self._delay_all_reduce_params))
         parameters = self._module_parameters or self._delay_all_reduce_params
         try:
             devices = None if problem is not None else Devices.of(parameters, device_ids, output_device)
@@ -247,6 +244,8 @@ class DistributedDataParallel(BufferSync, TorchDDP):
         has_sync_bn = any(isinstance(submodule, nn.SyncBatchNorm) for submodule in self.module.modules())
         self.logger.set_construction_data(self, has_sync_bn=has_sync_bn)
         self._passing_sync_batchnorm_handle(self.module)
+        if self._delayed is not None:
+            self._delayed.follow(self._engine)
         if self.find_unused_parameters:
             self._watched = _WatchedDDP(self._engine, self.reducer)
             optimizer_watch.watch(self._watched)
@@ -267,8 +266,9 @@ class DistributedDataParallel(BufferSync, TorchDDP):
     def __getstate__(self) -> dict[str, Any]:
         self._check_default_group()
         state = copy.copy(self.__dict__)
-        for local in ("process_group", "reducer", "logger", "_engine", "_watched", "_hook_call", "_lowering"):
-            state.pop(local, None)
+        local = ("process_group", "reducer", "logger", "_engine", "_watched", "_hook_call", "_lowering")
+        for name in (*local, "_delayed", "_watched_delay"):
+            state.pop(name, None)
         state["_comm_hooks"] = []  # as with torch, hooks are registered anew: their state may hold a process group
         state["broadcast_buffers"] = self.forward_sync_buffers  # a property: torch's own class reads it, old and new
         return state
@@ -287,8 +287,12 @@ class DistributedDataParallel(BufferSync, TorchDDP):
         if "_caps" not in self.__dict__:  # pickled by torch's own class, which was swapped for ours since
             first = int(dist._DEFAULT_FIRST_BUCKET_BYTES) if self.bucket_bytes_cap_default else self.bucket_bytes_cap
             self._caps = BucketCaps(self.bucket_bytes_cap, first, tuple(self.__dict__.get("bucket_bytes_cap_list", ())))
-        self.logger = None
+        self.logger = self._delayed = None
         parameters, sparse = self._build_params_for_reducer()
+        if self._delay_all_reduce_params:  # a parameter does not take its hooks along
+            self._register_delay_all_reduce_hook(self.bucket_bytes_cap, self._delay_arguments[1], self.device_ids)
+            if self._delay_all_reduce_all_params:
+                return
         self._build_engine(parameters, sparse, self._build_debug_param_to_name_mapping(parameters), self.static_graph)
 
     def _check_default_group(self) -> None:
@@ -350,6 +354,8 @@ class DistributedDataParallel(BufferSync, TorchDDP):
         if not self._lazy_init_ran and not torch.compiler.is_compiling():
             self._lazy_init()
         if self._delay_all_reduce_all_params:
+            if self._check_sync_bufs_pre_fwd():
+                self._sync_buffers()
             return inputs, kwargs
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             assert self.logger is not None
@@ -535,6 +541,8 @@ class DistributedDataParallel(BufferSync, TorchDDP):
             self.process_group = new_process_group
             self.reducer._update_process_group(new_process_group)
             self._engine.replace_group(self._group())
+            if self._delayed is not None:
+                self._delayed.replace_group(new_process_group)
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
         self._ddp_sink_clone = val
