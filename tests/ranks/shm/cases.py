@@ -68,7 +68,9 @@ def reduced(case: Case, parts: list[Tensor]) -> Tensor:
             total = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}[case.op](
                 total, part
             )
-    return total / len(parts) if case.op == "avg" else total
+    if case.op != "avg":
+        return total
+    return total / len(parts) if case.dtype in FLOATS else total.div(len(parts), rounding_mode="trunc")
 
 
 def start(case: Case, group: Any, rank: int, size: int) -> tuple[Any, list[Tensor], list[Tensor]]:
@@ -237,4 +239,4 @@ def ops_for(dtype: torch.dtype) -> list[str]:
         return ["sum", "product", "min", "max", "avg"]
     if dtype is torch.bool:
         return ["min", "max", "band", "bor", "bxor"]
-    return ["sum", "product", "min", "max", "band", "bor", "bxor"]
+    return ["sum", "product", "min", "max", "avg", "band", "bor", "bxor"]

@@ -205,7 +205,7 @@ def test_monitored_barrier_names_who_is_missing(wait_all: bool) -> None:
 
 @ranks(2, backend="phalanx")
 def test_unsupported_reductions_are_refused_before_anything_is_sent() -> None:
-    refused = [(torch.int32, dist.ReduceOp.AVG), (torch.float32, dist.ReduceOp.BAND), (torch.bool, dist.ReduceOp.AVG)]
+    refused = [(torch.float32, dist.ReduceOp.BAND), (torch.bool, dist.ReduceOp.AVG)]
     for dtype, op in refused:
         with pytest.raises(RuntimeError, match="Cannot use ReduceOp"):
             dist.all_reduce(torch.ones(3, dtype=dtype), op)

@@ -92,6 +92,9 @@ class TorchReducer:
     def _push_all_rebuilt_params(self) -> None:
         return None
 
+    def _delay_all_reduce(self) -> None:
+        """torch's first step with a static graph ends by this; Lightning calls it. Ours has ended with its backward."""
+
     def _get_local_used_map(self) -> torch.Tensor:
         used = self.engine.stats.used_by
         counts = [self.engine.group.size] * len(self.engine.slots) if used is None else used

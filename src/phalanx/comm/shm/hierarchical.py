@@ -17,7 +17,7 @@ from torch import Tensor
 from phalanx.comm.shm import collectives
 from phalanx.comm.shm.all_reduce import chunks
 from phalanx.comm.shm.between_hosts import BetweenHosts
-from phalanx.comm.shm.kernels import fold
+from phalanx.comm.shm.kernels import divided, fold
 from phalanx.comm.shm.mesh import Mesh
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -60,7 +60,7 @@ class HierarchicalCollectives:
         else:
             self._enter(signature, timeout_s)
         if op == "avg" and self._carries:
-            parts[self._mesh.index].div_(self._size)
+            divided(parts[self._mesh.index], self._size)
         self._share_on_host(parts, timeout_s, signature)
 
     def _reduce_on_host(self, flat: Tensor, op: str, timeout_s: float, signature: bytes) -> list[Tensor]:
@@ -114,7 +114,7 @@ class HierarchicalCollectives:
             note = signature + b" (to the root)"
             collectives.gather(self._mesh, own, targets, local_root, timeout_s=timeout_s, signature=note)
             if self._rank == root:
-                flat.copy_(total.div_(self._size) if op == "avg" else total)
+                flat.copy_(divided(total, self._size) if op == "avg" else total)
 
     def reduce_scatter(
         self, inputs: Sequence[Tensor], output: Tensor, op: str, *, timeout_s: float, signature: bytes
@@ -151,7 +151,7 @@ class HierarchicalCollectives:
         if output.numel():
             fold(plain, in_order, output, 0)
             if op == "avg":
-                output.div_(self._size)
+                divided(output, self._size)
 
     # ---- moving ----------------------------------------------------------------------------------------------
 

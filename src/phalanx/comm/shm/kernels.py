@@ -85,7 +85,7 @@ def check(name: str, dtype: torch.dtype) -> None:
     elif dtype in _COMPLEX:
         fine = name in ("sum", "avg", "product")
     elif dtype in _INTEGERS:
-        fine = name != "avg"
+        fine = name != "avg" or dtype is not torch.bool
     else:
         raise UnsupportedReductionError(f"Invalid scalar type: the phalanx group cannot reduce {dtype}")
     if not fine:
@@ -107,10 +107,12 @@ def fold(name: str, parts: Sequence[Tensor], out: Tensor, own: int) -> None:
         combine(parts[0], parts[1], total)
         for part in parts[2:]:
             combine(total, part, total)
-        if name == "avg":
-            torch.div(total, len(parts), out=out)
-        else:
-            out.copy_(total)
+        out.copy_(divided(total, len(parts)) if name == "avg" else total)
         return
     if name == "avg" and len(parts) > 1:
-        out.div_(len(parts))
+        divided(out, len(parts))
+
+
+def divided(total: Tensor, count: int) -> Tensor:
+    """A sum made an average, in place. Integers are rounded towards zero, as NCCL does: Lightning averages counts so."""
+    return total.div_(count, rounding_mode="trunc" if total.dtype in _INTEGERS else None)
