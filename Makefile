@@ -4,8 +4,9 @@ VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 NPROC ?= 2
+FRAMEWORKS := .venv-frameworks
 
-.PHONY: demo test lint bench peer docs clean
+.PHONY: demo test test-frameworks lint bench peer docs clean
 
 # torch first, and alone: with the constraint it is the tested one, and the open range in pyproject.toml is then already
 # satisfied when the rest is installed.
@@ -34,9 +35,19 @@ bench: $(READY)
 peer: $(READY)
 	$(PY) tests/peer/run.py
 
+# The frameworks bring half a hundred packages: an environment of their own keeps ours small. torch first, as above.
+$(FRAMEWORKS)/.ready: pyproject.toml constraints.txt
+	test -x $(FRAMEWORKS)/bin/python || $(PYTHON) -m venv $(FRAMEWORKS)
+	$(FRAMEWORKS)/bin/python -m pip install --quiet -c constraints.txt "$$(grep '^torch==' constraints.txt)"
+	$(FRAMEWORKS)/bin/python -m pip install --quiet -c constraints.txt -e '.[frameworks]' pytest pytest-timeout
+	touch $@
+
+test-frameworks: $(FRAMEWORKS)/.ready
+	$(FRAMEWORKS)/bin/python -m pytest -o addopts="-ra --strict-markers --import-mode=importlib" tests/frameworks
+
 docs: $(READY)
 	$(PY) tests/docs_check.py
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis benchmarks/out
+	rm -rf $(VENV) $(FRAMEWORKS) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis benchmarks/out
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

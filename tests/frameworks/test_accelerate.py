@@ -1,0 +1,25 @@
+"""Accelerate: the same script with torch's DDP and with ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import accelerate  # noqa: F401  # here, so that the ranks are forked from a process that has it
+import pytest
+from tests.frameworks.runs import check_same, run
+
+PROGRAM = "accelerate_train.py"
+VARIANTS = {
+    "plain": [],
+    "accumulating": ["--accumulate", "2"],
+    "accumulating by hand": ["--by-hand"],
+    "resumed": ["--resume", "--accumulate", "3"],
+    "with a communication hook": ["--comm-hook"],
+}
+
+
+@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+@pytest.mark.parametrize("arguments", VARIANTS.values(), ids=VARIANTS)
+def test_the_same_weights(arguments: list[str], backend: str, tmp_path: Path) -> None:
+    expected = run(PROGRAM, tmp_path / "torch", *arguments, swap=False)
+    check_same(run(PROGRAM, tmp_path / "ours", *arguments, swap=True, backend=backend), expected, backend=backend)
