@@ -106,10 +106,10 @@ class Join:
             self._copy(rounds)
         except GeneratorExit:
             if not self._entered:
-                rounds.leave("its loop ended early, by break or an exception")
+                rounds.leave(None)
             raise
         except BaseException as error:
-            rounds.leave(f"{type(error).__name__}: {error}")
+            rounds.leave(error)
             raise
 
     def __enter__(self) -> Join:
@@ -127,7 +127,7 @@ class Join:
         rounds, self._round = self._round, None
         assert rounds is not None
         if error is not None:
-            rounds.leave(f"{type(error).__name__}: {error}")
+            rounds.leave(error)
         elif not rounds.over:
             rounds.finish()
             self._copy(rounds)

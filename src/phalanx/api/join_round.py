@@ -19,7 +19,14 @@ import torch
 from phalanx.api.replicate import Replica
 from phalanx.comm.c10d import C10dGroup
 from phalanx.comm.guard import CollectiveGuard
-from phalanx.errors import GroupAbortedError, MismatchError, OutOfDataError, PhalanxError
+from phalanx.errors import (
+    GroupAbortedError,
+    MismatchError,
+    OutOfDataError,
+    PeerFailedError,
+    PeerLostError,
+    PhalanxError,
+)
 from phalanx.reducer.unused import Flag, Report
 
 WhenOut = Literal["shadow", "stop", "error"]
@@ -41,11 +48,15 @@ class Round:
         self._following = False
         self._last_batch = False
         self._stepped = False
+        self._in_step = False
         self._ending: list[int] = []
         self._num_steps = 0
         self._closed: list[Callable[[], None]] = []
         self._topic = ""
-        self._guard = CollectiveGuard([group.process_group for group in self._groups], self._refuse)
+        # Within a step a communication hook may use any group: ranks without data run it, too.
+        self._guard = CollectiveGuard(
+            [group.process_group for group in self._groups], self._refuse, rests=lambda: self._in_step
+        )
         self.reason: str | None = None
         """Why this rank leaves, where that is known better than from the exception."""
         self.num_batches = 0
@@ -83,7 +94,7 @@ class Round:
     def begin_batch(self, *, last: bool) -> None:
         self._last_batch = last
         self._stepped = False
-        self._guard.rests = False
+        self._in_step = False
         self.num_batches += 1
 
     def end_batch(self) -> bool:
@@ -99,19 +110,23 @@ class Round:
             return
         if self._group.size > 1 and not self._led:
             # A break, of which the others cannot know: unless they do the same, they wait for this rank.
-            self.leave("its loop ended before its data did (break)")
+            self.leave(None)
         elif self._group.size > 1:
             self._shadow()
         self.close()
 
-    def leave(self, reason: str) -> None:
-        """This rank leaves the loop by itself; whoever waits for it is told why."""
+    def leave(self, error: BaseException | None) -> None:
+        """This rank leaves the loop by itself; whoever waits for it is told why, unless that is why it leaves."""
         if self.over:
             return
-        for group in self._groups:
-            group.post_failure(
-                self._topic, f"it left px.join after {self.num_batches} batches: {self.reason or reason}"
-            )
+        told = isinstance(error, PeerFailedError | PeerLostError | GroupAbortedError)
+        if error is None:
+            told = self._in_step  # of a step that failed the reducers tell
+        if self._topic and not told:
+            reason = "its loop ended before its data did" if error is None else f"{type(error).__name__}: {error}"
+            text = f"it left px.join in batch {self.num_batches} of its loop: {self.reason or reason}"
+            for group in self._groups:
+                group.post_failure(self._topic, text)
         self.close()
 
     def close(self) -> None:
@@ -180,7 +195,7 @@ class Round:
         self._stepped = True
         self._num_steps += 1
         self._ending = report.ranks_with(Flag.LAST)
-        self._guard.rests = False
+        self._in_step = False
         self._move_on()
 
     # -- led steps -------------------------------------------------------------------------------------------------
@@ -196,7 +211,7 @@ class Round:
         return len(self._replicas) + 2
 
     def _before_step(self, index: int) -> None:
-        self._guard.rests = True  # within a step a hook may use any group: ranks without data run it, too
+        self._in_step = True
         if self._following or not self._led:
             return
         if self._when_out == "stop":
@@ -215,7 +230,7 @@ class Round:
         try:
             self._group.all_gather(heard, torch.tensor([code], dtype=torch.int64, device=device)).wait()
         except PhalanxError as error:
-            self._abort(error)
+            self._give_up(error)
             raise
         codes = [int(one.item()) for one in heard]
         leaders = [rank for rank, code in enumerate(codes) if code > 0]
@@ -227,12 +242,11 @@ class Round:
             self.source = leaders[0]
         return codes
 
-    def _abort(self, error: PhalanxError) -> None:
+    def _give_up(self, error: PhalanxError) -> None:
         """A number that was never answered is still on its way: nothing else can be sent in these groups."""
         self.close()
-        if not isinstance(error, GroupAbortedError):
-            for group in self._groups:
-                group.abort(f"px.join broke off: {error.message}")
+        for replica in self._replicas:
+            replica.reducer.give_up(error)
 
     def _not_together(self, codes: Sequence[int]) -> MismatchError:
         def shown(code: int) -> str:

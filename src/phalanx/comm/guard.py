@@ -37,14 +37,19 @@ _COLLECTIVES = (
 
 
 class CollectiveGuard:
-    """While it is up, a collective of this thread on any group but those allowed raises what `refuse` returns."""
+    """While it is up and not at rest, a collective of this thread on a group not allowed raises `refuse`'s error."""
 
-    def __init__(self, allowed: Iterable[dist.ProcessGroup], refuse: Callable[[str, str], Exception]) -> None:
+    def __init__(
+        self,
+        allowed: Iterable[dist.ProcessGroup],
+        refuse: Callable[[str, str], Exception],
+        *,
+        rests: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._allowed = {group.group_name for group in allowed}
         self._refuse = refuse
         self._thread = 0
-        self.rests = False
-        """Whether it lets everything pass for the moment."""
+        self._rests = rests
         self._undo: list[Callable[[], None]] = []
 
     def raise_up(self) -> None:
@@ -68,7 +73,7 @@ class CollectiveGuard:
 
         @functools.wraps(original)
         def guarded(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-            here = threading.get_ident() == self._thread and not self.rests
+            here = threading.get_ident() == self._thread and not self._rests()
             if here and group.group_name not in self._allowed:
                 raise self._refuse(name.strip("_"), group.group_desc or group.group_name)
             return original(group, *args, **kwargs)

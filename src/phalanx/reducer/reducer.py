@@ -521,6 +521,11 @@ class Reducer:
         self.stats.steps += 1
         raise error
 
+    def give_up(self, error: PhalanxError) -> None:
+        """Something that all ranks do between steps broke off: the group cannot be used on. Each next step raises this."""
+        self._break(error)
+        self.reset()
+
     def _break(self, error: PhalanxError, *, tell: bool = True) -> None:
         """This rank did not come to the end of what all ranks share, and no longer knows where the others are."""
         self._broken = copy.copy(error)  # without its traceback, which leads to the model: a circle through its hooks
