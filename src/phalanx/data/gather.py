@@ -57,7 +57,9 @@ def gather_exact(
     everyone = _agreed(carrier, offer, _device_for(process_group, "cpu"))
     leaves = [reference(same)[1] for same in zip(*(part.leaves for part in everyone), strict=True)]
     counts = [part.num_rows for part in everyone]
-    rows = _gathered(carrier, pack(tensors, leaves, _device_for(process_group, leaves[0].device)), counts, dst)
+    # All travel together, on the device where most of the bytes are.
+    device = _device_for(process_group, max(leaves, key=lambda leaf: leaf.row_bytes).device)
+    rows = _gathered(carrier, pack(tensors, leaves, device), counts, dst)
     if rows is None:
         return None
     parts = unpack(rows, leaves, [tensor.device for tensor in tensors])
@@ -104,8 +106,7 @@ def _offered(
         if sampler is not None or indices is not None:
             own = _indices_of(sampler, indices, leaves[0].num_rows)
             found.append((_INDICES, own))
-            # The indices go where the first tensor is, so that all rows travel on one device.
-            leaves.append(Leaf(_INDICES, str(own.dtype), (), leaves[0].device, len(own)))
+            leaves.append(Leaf(_INDICES, str(own.dtype), (), own.device.type, len(own)))
         members = dist.get_process_group_ranks(process_group)
         if dst is not None and dst not in members:
             raise ValueError(f"dst must be one of the group's ranks {members}, got {dst!r}")
@@ -135,7 +136,7 @@ def _indices_of(
         raise ValueError(f"indices must be integers, one per row, got {own.dtype} of shape {list(own.shape)}")
     if len(own) != num_rows:
         raise ValueError(f"there are {num_rows} rows, but {len(own)} indices")
-    return own.to(torch.int64)
+    return own.to("cpu", torch.int64)
 
 
 def _agreed(carrier: C10dGroup, offer: _Offer, device: torch.device) -> list[_Offer]:
@@ -170,8 +171,6 @@ def _gathered(carrier: C10dGroup, mine: torch.Tensor, counts: Sequence[int], dst
     """All ranks' rows, rank after rank; None where they go to another rank."""
     is_wanted = dst is None or dst == dist.get_rank()
     longest = max(counts)
-    if carrier.size == 1:
-        return mine
     if longest * mine.shape[1] == 0:  # no byte to send, which all ranks know
         return mine.new_empty((sum(counts), mine.shape[1])) if is_wanted else None
     # Collectives that every backend has want equal sizes: rows are padded to the longest, and what is padding is cut off.
@@ -188,8 +187,6 @@ def _gathered(carrier: C10dGroup, mine: torch.Tensor, counts: Sequence[int], dst
 
 
 def _all_gathered(carrier: C10dGroup, tensor: torch.Tensor) -> list[torch.Tensor]:
-    if carrier.size == 1:
-        return [tensor]
     received = [torch.empty_like(tensor) for _ in range(carrier.size)]
     carrier.all_gather(received, tensor.contiguous()).wait()
     return received
