@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx import errors, events
 from phalanx.api.ddp import DistributedDataParallel
+from phalanx.api.environment import environment
 from phalanx.api.groups import monitored_barrier, set_timeout, split_group
 from phalanx.api.hook import register_hook
 from phalanx.api.join import join
@@ -45,6 +46,7 @@ __all__ = [
     "SyncBatchNorm",
     "World",
     "accumulate",
+    "environment",
     "errors",
     "events",
     "gather_exact",

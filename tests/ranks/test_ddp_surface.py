@@ -1,4 +1,4 @@
-"""What other code reaches into: attributes, the reducer, pickling, meshes, outputs of any nesting, logging data."""
+"""What other code reaches into: attributes, the reducer, pickling, meshes, outputs of any nesting."""
 
 from __future__ import annotations
 
@@ -234,18 +234,3 @@ def test_keyword_arguments_and_no_arguments() -> None:
     model.zero_grad()
     model(scale=float(dist.get_rank())).backward()
     assert torch.equal(model.module.weight.grad, torch.full((2,), 0.5))
-
-
-# -- logging data -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
-@ranks(2)
-def test_logging_data_has_torchs_keys(options: dict) -> None:
-    pair = Pair.of(BatchNormNet, **options)
-    pair.train(image_loss, steps=12)
-    mine, other = (model._get_ddp_logging_data() for model in pair.both())
-    assert set(mine) == set(other)
-    assert {key: (mine[key], other[key]) for key in other if "time" not in key and mine[key] != other[key]} == {}
-    for key in ("avg_forward_compute_time", "avg_backward_compute_time", "avg_backward_comm_time"):
-        assert mine[key] > 0

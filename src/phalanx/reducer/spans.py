@@ -23,19 +23,24 @@ class StepSpans:
         self.launch: list[Any] = [
             _RecordFunctionFast(bucket_title(module, bucket), [], _details(bucket)) for bucket in buckets
         ]
-        self.finalize: Any = _RecordFunctionFast(f"phalanx.finalize {module}")
+        self.finalize: Any = _RecordFunctionFast(_ascii(f"phalanx.finalize {module}"))
 
 
 def bucket_title(module: str, bucket: Bucket) -> str:
     names = [slot.name for slot in bucket.slots]
-    which = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}, {len(names)} parameters"
-    return f"phalanx.bucket {module} #{bucket.index} ({which})"
+    which = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}, {len(names)} parameters"
+    return _ascii(f"phalanx.bucket {module} #{bucket.index} ({which})")
 
 
 def _details(bucket: Bucket) -> dict[str, str]:
     return {
         "bucket": str(bucket.index),
-        "parameters": ", ".join(slot.name for slot in bucket.slots),
+        "parameters": _ascii(", ".join(slot.name for slot in bucket.slots)),
         "num_bytes": str(bucket.spec.num_bytes),
         "dtype": str(bucket.spec.dtype),
     }
+
+
+def _ascii(text: str) -> str:
+    """A trace shows any other name as "unknown"."""
+    return text.encode("ascii", "replace").decode()

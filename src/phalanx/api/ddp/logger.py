@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -24,6 +26,8 @@ _DTYPE_NAMES = {
 }
 _ALWAYS_SAMPLED = 10
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass
 class LoggingData:
@@ -34,7 +38,12 @@ class LoggingData:
 
 
 class Logger:
-    """Collects logging data for one DDP module. Step times are those of the step before the forward that samples them."""
+    """Collects logging data for one DDP module.
+
+    As with torch, what is known of steps is of the step before the forward that samples it: the first ten, then one in a
+    hundred (or what `_set_ddp_runtime_logging_sample_rate` says). Under TORCH_DISTRIBUTED_DEBUG the data go to Python's
+    log as well, at level INFO: those of construction, and with DETAIL every sample.
+    """
 
     def __init__(self, engine: Reducer) -> None:
         self._engine = engine
@@ -70,6 +79,8 @@ class Logger:
         ints["num_parameter_tensors"] = len(parameters)
         ints["total_parameter_size_bytes"] = sum(p.numel() * p.element_size() for p in parameters)
         self._note_environment(str(backend))
+        if dist.get_debug_level() != dist.DebugLevel.OFF:
+            logger.info("rank %d: DDP initialised with\n%s", ints["rank"], self._listed())
 
     def _note_environment(self, backend: str) -> None:
         def env(name: str) -> str:
@@ -110,39 +121,75 @@ class Logger:
     def forward_begins(self, now_ns: int) -> None:
         """Sample the step before, where this forward is one to sample."""
         number, self._num_forwards = self._num_forwards, self._num_forwards + 1
-        if number and (number <= _ALWAYS_SAMPLED or number % self._sample_rate == 0):
+        if number and self._is_sampled(number):
             self._sample(number)
-        self._forward_began_ns = now_ns
+        self._forward_began_ns, self._forward_ended_ns = now_ns, 0
 
     def forward_ended(self, now_ns: int) -> None:
         self._forward_ended_ns = now_ns
 
+    def _is_sampled(self, number: int) -> bool:
+        return number <= _ALWAYS_SAMPLED or number % self._sample_rate == 0
+
     def _sample(self, number: int) -> None:
-        times, ints, strs = self._engine.stats.times, self._data.ints_map, self._data.strs_map
-        if times.finalized_ns < self._forward_ended_ns:
-            return  # that forward was not followed by a synchronised backward
-        durations = {
-            "forward_compute_time": self._forward_ended_ns - self._forward_began_ns,
-            "backward_compute_time": times.backward_end_ns - self._forward_ended_ns,
-            "backward_comm_time": times.finalized_ns - times.first_launch_ns,
-            "backward_compute_comm_overlap_time": max(times.backward_end_ns - times.first_launch_ns, 0),
-        }
+        strs, ints, stats = self._data.strs_map, self._data.ints_map, self._engine.stats
         self._num_sampled += 1
+        ints["iteration"] = number
+        self._sample_times()
+        ints["num_buckets_reduced"] = stats.buckets_launched
+        ints["has_rebuilt_buckets"] = int(self._engine.planner.has_replanned)
+        if self._engine.planner.has_replanned:
+            strs["rebuilt_bucket_sizes"] = self._bucket_sizes()
+            strs["rebuilt_per_bucket_param_indices"] = ", ".join(
+                " ".join(str(index) for index in bucket.spec.parameters) for bucket in self._engine.buckets
+            )
+        unused = [slot for slot in self._engine.slots if slot.expected == 0]
+        ints["unused_parameter_size"] = sum(s.parameter.numel() * s.parameter.element_size() for s in unused)
+        strs["prev_iteration_grad_ready_order_indices"] = ", ".join(
+            str(index) for index in self._engine.planner.arrivals or self._engine.planner.arrival_order
+        )
+        ints["can_set_static_graph"] = int(stats.graph_is_static)
+        if number == 1 and ints["find_unused_parameters"]:
+            self._tell_of_unused([slot.name for slot in unused])
+        if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+            logger.info("rank %d: iteration %d\n%s", ints["rank"], number, self._listed())
+
+    def _sample_times(self) -> None:
+        """In nanoseconds since the epoch, as torch has them; zero for what did not take place."""
+        ints, times = self._data.ints_map, self._engine.stats.times
+        began, ended = self._forward_began_ns, self._forward_ended_ns
+        backward_end, launch, final = (
+            at if 0 < ended <= at else 0 for at in (times.backward_end_ns, times.first_launch_ns, times.finalized_ns)
+        )
+        durations = {
+            "forward_compute_time": ended - began if ended else 0,
+            "backward_compute_time": backward_end - ended if backward_end else 0,
+            "backward_comm_time": final - launch if final and launch else 0,
+            "backward_compute_comm_overlap_time": max(backward_end - launch, 0) if launch else 0,
+        }
         for key, duration in durations.items():
             ints[key] = duration
             mean = ints.get(f"avg_{key}", 0)
             ints[f"avg_{key}"] = mean + (duration - mean) // self._num_sampled
-        ints["forward_compute_time_start"] = self._forward_began_ns
-        ints["backward_compute_time_start"] = self._forward_ended_ns
-        ints["backward_compute_time_end"] = times.backward_end_ns
-        ints["backward_comm_time_start"] = times.first_launch_ns
-        ints["backward_comm_time_end"] = times.finalized_ns
-        ints["iteration"] = number
-        unused = [slot for slot in self._engine.slots if slot.expected == 0]
-        ints["unused_parameter_size"] = sum(s.parameter.numel() * s.parameter.element_size() for s in unused)
-        strs["prev_iteration_grad_ready_order_indices"] = ", ".join(
-            str(index) for index in self._engine.planner.arrival_order
-        )
+        epoch_ns = time.time_ns() - time.perf_counter_ns()
+        for key, at in (
+            ("forward_compute_time_start", began),
+            ("backward_compute_time_start", ended),
+            ("backward_compute_time_end", backward_end),
+            ("backward_comm_time_start", launch),
+            ("backward_comm_time_end", final),
+        ):
+            ints[key] = at + epoch_ns if at else 0
+
+    def _tell_of_unused(self, names: list[str]) -> None:
+        if not names:
+            logger.warning(
+                "find_unused_parameters=True, and the first step of %s used every parameter. If that is so in every step, "
+                "leave the flag off: with it, buckets are not laid out in the order in which gradients arrive",
+                self._engine.name,
+            )
+        elif dist.get_debug_level() != dist.DebugLevel.OFF:
+            logger.info("rank %d: unused in the first step: %s", self._data.ints_map["rank"], ", ".join(names))
 
     # -- read by the user -----------------------------------------------------------------------------------------
 
@@ -152,15 +199,9 @@ class Logger:
     def _bucket_sizes(self) -> str:
         return ", ".join(str(size) for size in self._bucket_bytes())
 
+    def _listed(self) -> str:
+        data = {**self._data.strs_map, **self._data.ints_map}
+        return "\n".join(f"  {key}: {data[key]}" for key in sorted(data))
+
     def _get_ddp_logging_data(self) -> LoggingData:
-        strs, ints = self._data.strs_map, self._data.ints_map
-        stats = self._engine.stats
-        ints["num_buckets_reduced"] = stats.buckets_launched
-        ints.setdefault("has_rebuilt_buckets", 0)
-        if self._engine.planner.has_replanned:
-            ints["has_rebuilt_buckets"] = 1
-            strs["rebuilt_bucket_sizes"] = self._bucket_sizes()
-            strs["rebuilt_per_bucket_param_indices"] = ", ".join(
-                " ".join(str(index) for index in bucket.spec.parameters) for bucket in self._engine.buckets
-            )
         return self._data
