@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from tests.ranks.normalized import batch, check_against_one_process
 from torch import nn
 
 import phalanx as px
 from phalanx.testing import ranks, run_ranks
-from tests.ranks.normalized import batch, check_against_one_process
 
 SHAPES = [(3,), (3, 5), (3, 4, 4), (3, 2, 4, 4)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,8 +115,10 @@ class Channel:
             any(said.grads & Grads.INPUT for said in headers),
         )
 
-    def reduce(self, sums: torch.Tensor, layer: int) -> None:
-        self._wait(self.group.all_reduce(sums), "backward", layer)
+    def start_reduce(self, sums: torch.Tensor, layer: int) -> Callable[[], None]:
+        """Add up a backward's sums over all ranks, in place. What is returned waits for it."""
+        work = self.group.all_reduce(sums)
+        return lambda: self._wait(work, "backward", layer)
 
     def report(self, problem: Exception, layer: int, like: Wire) -> None:
         """Tell the others, who are in this layer too, why this rank will not go on. The caller raises `problem`."""

@@ -74,7 +74,7 @@ class SyncedNorm(torch.autograd.Function):
         if ctx.reduces:
             sums = torch.stack([sum_grad.to(call.wire.dtype), distance.to(call.wire.dtype)])
             journal.note("backward", call.layer())
-            call.channel.reduce(sums, call.index)
+            call.channel.start_reduce(sums, call.index)()
             if needs_input:
                 both = (sums[0], sums[1])
                 grad_input = (

@@ -11,22 +11,24 @@ from torch import nn
 Direction = Literal["forward", "backward"]
 Reader = Callable[[Direction, nn.Module], None]
 
-_readers: weakref.WeakSet[object] = weakref.WeakSet()
+_readers: list[weakref.WeakMethod[Reader]] = []
 
 
-class Reading:
-    """A reader's subscription; it ends with `close`, or when it is collected."""
+def subscribe(reader: Reader) -> Callable[[], None]:
+    """Call the method `reader` for each collective, until what is returned is called or the method's object is gone."""
+    entry = weakref.WeakMethod(reader, _forget)
+    _readers.append(entry)
+    return lambda: _forget(entry)
 
-    def __init__(self, reader: Reader) -> None:
-        self.reader = reader
-        _readers.add(self)
 
-    def close(self) -> None:
-        _readers.discard(self)
+def _forget(entry: weakref.ReferenceType[Reader]) -> None:
+    if entry in _readers:
+        _readers.remove(entry)  # type: ignore[arg-type]
 
 
 def note(direction: Direction, layer: nn.Module | None) -> None:
     if _readers and layer is not None:
-        for reading in list(_readers):
-            assert isinstance(reading, Reading)
-            reading.reader(direction, layer)
+        for entry in list(_readers):
+            reader = entry()
+            if reader is not None:
+                reader(direction, layer)

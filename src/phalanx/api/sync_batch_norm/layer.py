@@ -78,7 +78,6 @@ class SyncBatchNorm(TorchSyncBatchNorm):
             self.eps,
         )
 
-    @torch._disable_dynamo
     def _synced_forward(self, input: Tensor, group: dist.ProcessGroup) -> Tensor:
         wire = self._wire(input)
         channel = channel_of(group, wire.device)
@@ -95,6 +94,10 @@ class SyncBatchNorm(TorchSyncBatchNorm):
         call = Call(channel, weakref.ref(self), index, wire, self._running_stats(), self.eps)
         result: Tensor = SyncedNorm.apply(input, self.weight, self.bias, call, grads)
         return result
+
+    # What torch.compiler.disable sets, for torch.compile to leave the collective alone. The decorator itself loads the
+    # compiler, which takes seconds, and with it modules that keep the default process group for good.
+    _synced_forward._torchdynamo_disable = True  # type: ignore[attr-defined]
 
     def _enter_stats(self, gathered: Gathered) -> None:
         """The running estimates of a rank that had no part in a forward pass but its collective."""
