@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import runpy
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,13 @@ def run(program: str, folder: Path, *arguments: str, swap: bool, backend: str = 
         allow_leaks="what a framework leaves behind is its own affair",
     )
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
+
+
+@functools.cache
+def run_on_torch(program: str, *arguments: str) -> list[dict[str, Any]]:
+    """What the ranks saved with torch's own DDP: run once, compared with several times."""
+    with tempfile.TemporaryDirectory() as folder:
+        return run(program, Path(folder) / "torch", *arguments, swap=False)
 
 
 def _rank(program: str, arguments: list[str], swap: bool, backend: str) -> None:

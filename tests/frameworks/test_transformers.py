@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import transformers.trainer  # noqa: F401  # here, so that the ranks are forked from a process that has it
-from tests.frameworks.runs import check_same, run
+from tests.frameworks.runs import check_same, run, run_on_torch
 from transformers import GPT2LMHeadModel  # noqa: F401
 
 PROGRAM = "transformers_train.py"
@@ -21,5 +21,5 @@ VARIANTS = {
 @pytest.mark.parametrize("backend", ["gloo", "phalanx"])
 @pytest.mark.parametrize("arguments", VARIANTS.values(), ids=VARIANTS)
 def test_the_same_weights(arguments: list[str], backend: str, tmp_path: Path) -> None:
-    expected = run(PROGRAM, tmp_path / "torch", *arguments, swap=False)
+    expected = run_on_torch(PROGRAM, *arguments)
     check_same(run(PROGRAM, tmp_path / "ours", *arguments, swap=True, backend=backend), expected, backend=backend)

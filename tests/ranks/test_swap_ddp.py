@@ -171,3 +171,17 @@ def test_accumulation_under_the_swap() -> None:
     with px.swap_ddp():
         got = accumulate(TakenBefore(mlp()))
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+
+
+@ranks(2)
+def test_layers_and_samplers_when_asked_for() -> None:
+    rank = dist.get_rank()
+    with px.swap_ddp(sync_batchnorm=True, sampler=True):
+        layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        model = torch.nn.parallel.DistributedDataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(layers))
+        assert isinstance(model.module[1], px.SyncBatchNorm)
+        model(torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))).square().sum().backward()
+        assert equal_on_all_ranks(model.module[1].running_mean)
+        sampler = torch.utils.data.DistributedSampler(list(range(10)), shuffle=False)
+        assert isinstance(sampler, px.DistributedSampler) and list(sampler) == list(range(rank, 10, 2))
+    assert not issubclass(nn.SyncBatchNorm, px.SyncBatchNorm)

@@ -17,6 +17,8 @@ parser.add_argument("--resume", action="store_true")
 parser.add_argument("--accumulate", type=int, default=1)
 parser.add_argument("--strategy", default="ddp")
 args = parser.parse_args()
+if args.strategy == "phalanx":
+    import phalanx.compose.lightning  # noqa: F401  # registers the name
 
 fabric = Fabric(accelerator="cpu", devices=2, strategy=args.strategy)
 fabric.launch()

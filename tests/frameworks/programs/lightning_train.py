@@ -23,6 +23,8 @@ parser.add_argument("--static", action="store_true")
 parser.add_argument("--unused", action="store_true", help="a layer that the loss does not reach")
 parser.add_argument("--strategy", default="ddp")
 args = parser.parse_args()
+if args.strategy == "phalanx":
+    import phalanx.compose.lightning  # noqa: F401  # registers the name
 warnings.filterwarnings("ignore")
 logging.getLogger("lightning").setLevel(logging.ERROR)
 
