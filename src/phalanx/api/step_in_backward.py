@@ -44,7 +44,12 @@ def step_in_backward(
     """
     engine = _engine_of(module)
     problem = _problem_with(module, optimizer, free_gradients, before_step)
-    _agree(engine, module, optimizer, free_gradients, problem)
+    try:
+        _agree(engine, module, optimizer, free_gradients, None if problem is None else str(problem))
+        if problem is not None:
+            raise problem
+    finally:
+        problem = None  # an error that leads to itself, by its traceback, would keep the module for a while
     stepping = StepInBackward(engine, optimizer, free_gradients=free_gradients, before_step=before_step)
     keep(module, stepping)
     return stepping
@@ -69,11 +74,9 @@ def _problem_with(
     return problem_with_parameters(module, optimizer)
 
 
-def _agree(
-    engine: Reducer, module: nn.Module, optimizer: Optimizer, free_gradients: bool, problem: Exception | None
-) -> None:
+def _agree(engine: Reducer, module: nn.Module, optimizer: Optimizer, free_gradients: bool, problem: str | None) -> None:
     """Raise on every rank if they do not all step alike: their parameters would drift apart in silence."""
-    mine: dict[str, object] = {"problem": None if problem is None else str(problem)}
+    mine: dict[str, object] = {"problem": problem}
     if problem is None:
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         mine["optimizer"] = type(optimizer).__name__
@@ -82,7 +85,7 @@ def _agree(
     payload = json.dumps(mine).encode()
     said = [json.loads(part) for part in engine.group.exchange("step in backward", payload, timeout_s=AGREE_WITHIN_S)]
     if problem is not None:
-        raise problem
+        return  # the caller raises its own
     for rank, theirs in enumerate(said):
         if theirs["problem"] is not None:
             raise MismatchError(
