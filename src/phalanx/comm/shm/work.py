@@ -31,9 +31,15 @@ class ShmWork(Work):
     # ---- the side that executes ------------------------------------------------------------------------------
 
     def finish(self, error: BaseException | None = None, *, source: int | None = None) -> None:
+        complete = self.settle(error, source=source)
+        if complete is not None:
+            complete()
+
+    def settle(self, error: BaseException | None = None, *, source: int | None = None) -> Callable[[], None] | None:
+        """As `finish`, but what hangs on the future is left to the caller, to run where it may block."""
         with self._lock:
             if self._done:
-                return
+                return None
             self._error = error
             if source is not None:
                 self._source = source
@@ -41,8 +47,7 @@ class ShmWork(Work):
             gate, complete = self._gate, self._complete_future
         if gate is not None:
             gate.set()
-        if complete is not None:
-            complete()
+        return complete
 
     # ---- the side that waits ---------------------------------------------------------------------------------
 
