@@ -100,6 +100,8 @@ class Bucket:
         self.spec = spec
         self.state = BucketState.FILLING
         self.slots: list[ParameterSlot] = []
+        self.individual: list[ParameterSlot] = []
+        """Slots that are looked at one by one; the others are looked at in runs."""
         self.pending = 0
         self.work: Work | None = None
         # Kept until the next: if Gloo's thread were the last to let go of a work, and the interpreter was just ending,
@@ -141,7 +143,7 @@ class Bucket:
 
     def start_step(self) -> None:
         self.state = BucketState.FILLING
-        self.pending = sum(1 for slot in self.slots if slot.left > 0)
+        self.pending = len(self.slots) - sum(1 for slot in self.individual if slot.left <= 0)
         self.work = None
         self.sparse_sum = None
 

@@ -125,8 +125,27 @@ def _queue(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
+def arriving() -> torch.Tensor | None:
+    """In a gradient's hook: the parameter that it is of."""
+    return getattr(torch._C._current_autograd_node(), "variable", None)
+
+
+class GradientHook:
+    """Calls a function each time a gradient was accumulated into a parameter."""
+
+    def __init__(self, parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+        self._handle = parameter.register_post_accumulate_grad_hook(hook)
+
+    def call(self, hook: Callable[[torch.Tensor], None]) -> None:
+        """Call another function from now on, in the same place among the parameter's hooks; also while it is frozen."""
+        hooks = self._handle.hooks_dict_ref()
+        if hooks is not None and self._handle.id in hooks:
+            hooks[self._handle.id] = hook
+
+    def remove(self) -> None:
+        self._handle.remove()
+
+
 def hook_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Callable[[], None]:
     """Call `hook` each time a gradient was accumulated into the parameter; the returned function removes it."""
-    handle = parameter.register_post_accumulate_grad_hook(hook)
-    removed: Callable[[], None] = handle.remove
-    return removed
+    return GradientHook(parameter, hook).remove

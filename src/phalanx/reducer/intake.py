@@ -8,6 +8,7 @@ import torch
 
 from phalanx.reducer.bucket import Bucket, BucketState, ParameterSlot
 from phalanx.reducer.options import Placement
+from phalanx.reducer.runs import Run
 
 
 class Intake:
@@ -44,6 +45,25 @@ class Intake:
             parameter.grad = None
         elif self.placement is Placement.VIEW:
             parameter.grad = slot.shown
+
+    def fill_run(self, run: Run, gradients: list[torch.Tensor]) -> None:
+        """Put the gradients of a run into their buckets, as one, where none was before."""
+        if self.store is _copy:
+            torch._foreach_copy_(run.views, gradients)
+        else:
+            for place in run.large:
+                torch.mul(gradients[place], run.scales[place], out=run.views[place])
+            if run.small:
+                small = [gradients[place] for place in run.small] if run.large else gradients
+                torch._foreach_copy_(run.small_views, small)
+                for piece, scale in run.pieces:
+                    piece.mul_(scale)
+        if self.placement is Placement.OWNED:
+            for ref in run.refs:
+                ref().grad = None  # type: ignore[union-attr]  # it has just brought a gradient
+        elif self.placement is Placement.VIEW:
+            for slot in run.slots:
+                slot.parameter.grad = slot.shown
 
     def take_late(self, slot: ParameterSlot) -> None:
         """One more than was expected: into the bucket if it is still here, else aside, for a second round."""

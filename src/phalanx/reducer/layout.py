@@ -73,10 +73,17 @@ class Layout:
         )
         self.launches = LaunchOrder(len(self.buckets))
         self._dense = [slot for slot in self.slots if not slot.bucket.spec.sparse]
-        self._sparse = [slot for slot in self.slots if slot.bucket.spec.sparse]
         self._dense_refs = [slot.ref for slot in self._dense]
         self._shown = [slot.shown for slot in self._dense]
         self._addresses = list(map(torch.Tensor.data_ptr, self._shown))
+        self.look_at_each()
+
+    def look_at_each(self, *, but: Sequence[ParameterSlot] = ()) -> None:
+        """Expect slots to say what has come for them, but for those that are looked at in runs."""
+        rolled = {id(slot) for slot in but}
+        self._individual = [slot for slot in self.slots if id(slot) not in rolled]
+        for bucket in self.buckets:
+            bucket.individual = [slot for slot in bucket.slots if id(slot) not in rolled]
 
     def current_pointers(self) -> list[int]:
         return [-1 if (parameter := ref()) is None else parameter.data_ptr() for ref in self._refs]
@@ -103,15 +110,13 @@ class Layout:
         """Expect what earlier passes had; `certain` means that a wrong guess is the user's error, not to be mended."""
         if list(map(torch.Tensor.data_ptr, self._shown)) != self._addresses:
             self._show_anew()
-        for slot in self._dense:
-            if slot.expected == 1:  # written out: this runs for every parameter in every step
+        for slot in self._individual:
+            if slot.expected == 1 and not slot.bucket.spec.sparse:  # written out: this may run for every parameter
                 slot.left = 1
                 slot.hot = True
                 slot.seen = 0
             else:
                 slot.start_step(certain=certain)
-        for slot in self._sparse:
-            slot.start_step(certain=certain)
         for bucket in self.buckets:
             bucket.start_step()
         self.launches.reset([bucket.pending == 0 for bucket in self.buckets])

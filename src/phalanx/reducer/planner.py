@@ -8,7 +8,7 @@ import torch
 
 from phalanx.comm.group import DoneWork, Group, Work
 from phalanx.reducer.bucket import ParameterSlot
-from phalanx.reducer.grad_hooks import hook_gradient
+from phalanx.reducer.grad_hooks import GradientHook
 from phalanx.reducer.layout import Layout
 from phalanx.reducer.options import ReducerOptions
 from phalanx.reducer.plan import BucketPolicy
@@ -40,7 +40,7 @@ class Planner:
         self._make_hook = make_hook
         self._on_plan = on_plan
         self._slots: dict[int, ParameterSlot] = {}
-        self._removers: dict[int, Callable[[], None]] = {}
+        self._hooks: dict[int, GradientHook] = {}
         self._agreeing: tuple[Work, torch.Tensor] | None = None
 
     # -- laying out ------------------------------------------------------------------------------------------------
@@ -120,16 +120,22 @@ class Planner:
         wanted = {id(parameter) for _, parameter in named}
         for gone in [key for key in self._slots if key not in wanted]:
             del self._slots[gone]
-            self._removers.pop(gone)()
+            self._hooks.pop(gone).remove()
         for index, (name, parameter) in enumerate(named):
             if id(parameter) not in self._slots:
                 slot = self._slots[id(parameter)] = ParameterSlot(index, name, parameter)
-                self._removers[id(parameter)] = hook_gradient(parameter, self._make_hook(slot))
+                self._hooks[id(parameter)] = GradientHook(parameter, self._make_hook(slot))
+
+    def rehook(self, slot: ParameterSlot, hook: Callable[[torch.Tensor], None] | None = None) -> None:
+        """Give a parameter another hook; its own again where none is given. One that was let go gets none."""
+        known = self._hooks.get(id(slot.ref()))
+        if known is not None:
+            known.call(hook or self._make_hook(slot))
 
     def remove_hooks(self) -> None:
-        for remove in self._removers.values():
-            remove()
-        self._removers.clear()
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
 
     # -- the order of arrival --------------------------------------------------------------------------------------
 

@@ -25,12 +25,14 @@ from phalanx.comm.group import Group, Work
 from phalanx.errors import GroupAbortedError, PeerFailedError, PeerLostError, PhalanxError, ReducerStateError
 from phalanx.reducer.bucket import Bucket, BucketState, ParameterSlot
 from phalanx.reducer.carrier import BucketHook, Carrier
-from phalanx.reducer.grad_hooks import BackwardPasses, current_pass
+from phalanx.reducer.grad_hooks import BackwardPasses, arriving, current_pass
 from phalanx.reducer.hand_out import hand_out, rescale
 from phalanx.reducer.intake import Intake
 from phalanx.reducer.layout import Layout
 from phalanx.reducer.options import Placement, ReducerOptions, ReducerStats
 from phalanx.reducer.planner import Named, Planner
+from phalanx.reducer.roll_call import RollCall
+from phalanx.reducer.runs import Run
 from phalanx.reducer.spans import StepSpans
 from phalanx.reducer.unused import Flag, Report
 from phalanx.reducer.verify import TensorEntry, verify_same
@@ -39,6 +41,8 @@ from phalanx.reducer.weights import Reduction, StepWeight
 logger = logging.getLogger(__name__)
 
 AGREE_WITHIN_S = 1800.0  # a rank may be long in coming, as to any collective
+MIN_ROLLED = 2
+MAX_PATIENCE = 1024
 _NO_PASS = -2  # no pass has this number: every arrival takes the long way
 
 
@@ -97,6 +101,13 @@ class Reducer:
         self._pass = _NO_PASS
         self._broken: PhalanxError | None = None
         self._draining: list[Work] = []
+        self._roll: RollCall | None = None  # once an order is known: most parameters are looked at in runs
+        self._rolled = False  # whether all in the roll have come in this step, though their slots do not show it
+        self._order_lost = False  # in this step
+        self._came: list[ParameterSlot] | None = None  # while the order of arrival is recorded
+        self._came_before: list[int] | None = None  # in the pass before: an order must come twice to be believed
+        self._record_from = 0  # which step to record next, and how many to let pass if it is of no use
+        self._patience = 1
         self._passes = BackwardPasses(on_end=self._end_of_backward, on_broken=self.abandon)
         self._intake = Intake(self.options.placement)
         self._carrier = Carrier(group, self._intake, skips_unused=self.options.skip_unused_buckets)
@@ -138,6 +149,8 @@ class Reducer:
 
     def _planned(self, reason: str) -> None:
         self.stats.num_plans += 1
+        if self._roll is not None:
+            self._form_anew()
         self._spans = StepSpans(self.name, self.buckets)
         if events.listeners:
             events.emit(events.BucketsPlanned(self.name, self.step, reason, len(self.buckets)))
@@ -232,6 +245,8 @@ class Reducer:
             self.abandon()  # an earlier pass was broken off unnoticed: this one is not part of it
         if self._mode is None:
             self._begin_backward()
+            if self._roll is not None:
+                self._roll.begin(keep=self._mode is Mode.KEEP)
         self._passes.enter()
         if slot.parameter.grad is None:
             return
@@ -242,7 +257,8 @@ class Reducer:
             self._accept(slot)
         if self._pass == _NO_PASS or current_pass() != self._pass:
             # Under create_graph gradients have a graph of their own, which the short way cannot copy from.
-            plain = self.planner.arrivals is None and not events.listeners and not torch.is_grad_enabled()
+            recording = self.planner.arrivals is not None or self._came is not None
+            plain = not recording and not events.listeners and not torch.is_grad_enabled()
             self._pass = current_pass() if plain else _NO_PASS
 
     def _accept(self, slot: ParameterSlot) -> None:
@@ -251,6 +267,8 @@ class Reducer:
         slot.hot = False
         if self.planner.arrivals is not None and slot.seen == 1:
             self.planner.arrivals.append(slot.index)
+        if self._came is not None and slot.seen == 1:
+            self._came.append(slot)
         if events.listeners:
             events.emit(events.GradientReady(self.name, self.step, slot.name, bucket.index))
         owned = self.options.placement is Placement.OWNED
@@ -294,6 +312,120 @@ class Reducer:
         self.on_error(str(error))
         self.abandon()  # not left to the end of the pass: after an error in a hook the engine may keep it for long
         raise error
+
+    # -- arrivals in runs ------------------------------------------------------------------------------------------
+
+    def _form(self, came: Sequence[ParameterSlot]) -> None:
+        """Two steps have shown the same order of arrival: from now on, look at those that came once in runs."""
+        fit = [slot for slot in came if slot.seen == slot.expected == 1 and not slot.bucket.spec.sparse]
+        before, self._came_before = self._came_before, [id(slot) for slot in fit]
+        if before != self._came_before or len(fit) < MIN_ROLLED or self.options.skip_unused_buckets:
+            if before is not None:
+                self._record_later()
+            return
+        self._came_before = None
+        self._roll = RollCall(fit[0], fit[1:], take=self._take_run, lost=self._lose_order)
+        for slot in self._roll.slots:
+            self.planner.rehook(slot, self._roll.tick)
+        self._form_anew()
+
+    def _form_anew(self) -> None:
+        assert self._roll is not None
+        present = {id(slot) for slot in self.slots if not slot.bucket.spec.sparse}
+        if all(id(slot) in present for slot in (self._roll.first, *self._roll.slots)):
+            self._roll.lay_out()
+            self.layout.look_at_each(but=self._roll.slots)
+        else:
+            self._disband()
+
+    def _disband(self) -> None:
+        """The order was lost: every parameter gets its own hook again."""
+        assert self._roll is not None
+        self._show_rolled()
+        roll, self._roll = self._roll, None
+        for slot in roll.slots:
+            self.planner.rehook(slot)
+        self.layout.look_at_each()
+        self._record_later()
+
+    def _record_later(self) -> None:
+        self._came_before = None
+        self._record_from = self.stats.steps + self._patience
+        self._patience = min(2 * self._patience, MAX_PATIENCE)
+
+    def _take_run(self, run: Run, gradients: list[torch.Tensor]) -> None:
+        """All of a run have come."""
+        assert self._roll is not None
+        try:
+            with torch.no_grad():
+                self._intake.fill_run(run, gradients)
+        except RuntimeError:  # some gradient is not of the kind that was planned for, say sparse
+            run.taken = False
+            self._lose_order()
+            return
+        for slot in run.slots if events.listeners else ():
+            events.emit(events.GradientReady(self.name, self.step, slot.name, slot.bucket.index))
+        for bucket, count in run.counts:
+            bucket.pending -= count
+            if not bucket.pending:
+                self._bucket_is_full(bucket)
+
+    def _lose_order(self) -> None:
+        """A gradient has come that the roll cannot account for: look at each from here on."""
+        assert self._roll is not None
+        if self._mode is None:
+            self._begin_backward()
+            if self._roll is None:  # the layout has just changed, and with it the hooks
+                self._mark_unreduced()
+            else:
+                self._roll.begin(early=arriving(), keep=self._mode is Mode.KEEP)
+        self._passes.enter()
+        if self._roll is not None and self._mode is Mode.SYNC:
+            self._call_the_rest()
+            if self._roll is not None:
+                self._disband()
+
+    def _call_the_rest(self) -> None:
+        """The pass is over, or its order lost: look at all that no run has taken in."""
+        roll = self._roll
+        if roll is None or not roll.is_open:
+            return
+        self._rolled = True
+        if roll.complete:
+            roll.stand_by()
+            return
+        rest = roll.finish()
+        self._show_rolled()
+        self._intake.irregular = True
+        self._order_lost = True
+        for slot in (*rest.arrived, *rest.absent):
+            slot.seen, slot.left, slot.hot = 0, 1, False
+        with torch.no_grad():
+            for slot in rest.arrived:
+                self._accept(slot)
+            if rest.repeats > 0:
+                self._accept_repeated(rest.taken)
+
+    def _accept_repeated(self, taken: Sequence[ParameterSlot]) -> None:
+        """Some parameters have come again after a run had taken them in."""
+        if self.options.placement is Placement.OWNED:
+            for slot in taken:
+                if slot.parameter.grad is not None:
+                    slot.seen += 1
+                    self._intake.take_late(slot)
+            return
+        again = arriving()
+        for slot in self.slots:
+            if slot.parameter is again:
+                slot.seen += 1
+                self._accept_unexpected(slot)
+
+    def _show_rolled(self) -> None:
+        """Let the slots of the roll say what has come for them, as those with a hook of their own do."""
+        if self._rolled and self._roll is not None:
+            for slot in self._roll.slots:
+                slot.seen, slot.left, slot.hot = 1, 0, False
+        self._rolled = False
 
     def _bucket_is_full(self, bucket: Bucket) -> None:
         self.layout.launches.mark_ready(bucket.index)
@@ -339,6 +471,8 @@ class Reducer:
         weight = self._weight.scale / self._weight_unit if self._weight.given else 1.0
         self._intake.begin(self.buckets, weight if undivided else weight / (self.divisor or self.group.size))
         self.layout.start_step(certain=self.options.static and self._learnt)
+        self._rolled = self._order_lost = False
+        self._came = [] if self._roll is None and self.stats.steps >= self._record_from else None
         self.stats.buckets_launched = 0
         self.stats.times.first_gradient_ns = time.perf_counter_ns()
         if events.listeners:
@@ -348,10 +482,16 @@ class Reducer:
         """The root pass is over."""
         if self._mode is Mode.KEEP:
             self._mode = None
+            if self._roll is not None and self._roll.is_open:
+                for slot in self._roll.finish().arrived:
+                    slot.dirty = self._intake.irregular = True
         elif self._mode is Mode.SYNC:
             self._pass = _NO_PASS
             self.stats.times.backward_end_ns = time.perf_counter_ns()
+            self._call_the_rest()
             if not self.options.settle_unused and not self._static_first and not self.layout.launches.all_ready:
+                if self._roll is not None:
+                    self._disband()
                 return  # torch's contract: a later pass may complete it, or the next forward raises
             self._complete_step()
 
@@ -394,9 +534,9 @@ class Reducer:
         if self._mode is Mode.SYNC:
             self.abandon() if self.options.settle_unused else self.reset()
         self._check_not_broken()
-        for slot in self.slots:  # what no reduction has left there came from elsewhere: it is this rank's own
-            if slot.parameter.grad is not None and slot.parameter.grad is not slot.shown:
-                slot.dirty = True
+        self._mark_unreduced()
+        for slot in self._roll.slots if self._roll is not None else ():
+            slot.seen, slot.left, slot.hot = 0, 1, False
         with torch.no_grad():
             self._begin_step()
         self._complete_step()
@@ -434,6 +574,12 @@ class Reducer:
                     if gradient is not None:
                         gradient.mul_(factor)
 
+    def _mark_unreduced(self) -> None:
+        """What no reduction has left in ``.grad`` came from elsewhere: it is this rank's own."""
+        for slot in self.slots:
+            if slot.parameter.grad is not None and slot.parameter.grad is not slot.shown:
+                slot.dirty = self._intake.irregular = True
+
     def unfinished(self) -> list[ParameterSlot]:
         """What the step under way still waits for; empty between steps."""
         if self._mode is not Mode.SYNC and not self.graph_changed:
@@ -450,6 +596,10 @@ class Reducer:
             bucket.work = None
         self._mode = None
         self._pass = _NO_PASS
+        self._rolled = False
+        self._came = None
+        if self._roll is not None:
+            self._roll.stand_by()
         self._weight.clear()
         if self.planner.arrivals:
             self.planner.arrivals = []
@@ -565,7 +715,7 @@ class Reducer:
         for bucket in self.buckets:
             if bucket.state is not BucketState.FILLING:
                 continue
-            for slot in bucket.slots:
+            for slot in bucket.individual if self._rolled else bucket.slots:
                 if fills_now and slot.seen:
                     self._intake.fill(slot)
                 elif not slot.seen or slot.left > 0:
@@ -576,7 +726,7 @@ class Reducer:
         for index in self.layout.launches.launchable(backward_is_over=backward_is_over):
             bucket = self.buckets[index]
             if not backward_is_over:
-                for slot in bucket.slots:
+                for slot in bucket.individual:
                     if not slot.seen:  # predicted unused
                         self._intake.settle(slot)
             self._launch_bucket(bucket)
@@ -610,6 +760,7 @@ class Reducer:
             self._launch(backward_is_over=True)
         used, late = None, []
         if self._intake.irregular or flags & Flag.FAILED:
+            self._show_rolled()
             used = None if all(slot.seen for slot in layout.slots) else [slot.seen > 0 for slot in layout.slots]
             late = [bucket.index for bucket in self.buckets if any(slot.late is not None for slot in bucket.slots)]
         weight = self._weight.total if self._shadows is None else self._shadows
@@ -714,4 +865,9 @@ class Reducer:
                 slot.expected = slot.seen
         self._intake.irregular = False
         self._learnt = self._learnt or self._shadows is None
+        if self._roll is not None and self._order_lost:
+            self._disband()
+        elif self._roll is None and self._came is not None and self._shadows is None:
+            self._form(self._came)
+        self._came = None
         self.planner.agree_on_order()
