@@ -187,3 +187,14 @@ def test_join_that_stops_all_together() -> None:
     with pytest.raises(RuntimeError, match="exhausted all inputs" if rank else "one rank that exhausted inputs"):
         train()
     assert len(done) == 3
+
+
+@ranks(2, timeout_s=55, allow_leaks="torch.compile loads modules that keep the default process group")
+def test_it_compiles() -> None:
+    net = px.synchronize_batch_norm(_net())
+    images = _images(dist.get_rank(), 0)
+    expected = net(images)
+    compiled = torch.compile(net, backend="eager")(images)
+    torch.testing.assert_close(compiled, expected, **CLOSE)
+    compiled.sum().backward()
+    assert all(p.grad is not None for p in net.parameters())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -52,6 +54,12 @@ class SyncBatchNorm(TorchSyncBatchNorm):
             self._check_input_dim(input)
             self._check_non_zero_input_channels(input)
             return self._local_forward(input)
+        # Under torch.compile the collective runs outside of the graph. Only then: `disable` loads the compiler, which takes
+        # seconds, and with it modules that keep the default process group for good.
+        if torch.compiler.is_compiling():
+            torch._dynamo.graph_break()
+        if "torch._dynamo" in sys.modules:
+            return _outside_of_graphs()(self, input, group)
         return self._synced_forward(input, group)
 
     def _group_to_synchronize(self) -> dist.ProcessGroup | None:
@@ -94,10 +102,6 @@ class SyncBatchNorm(TorchSyncBatchNorm):
         call = Call(channel, weakref.ref(self), index, wire, self._running_stats(), self.eps)
         result: Tensor = SyncedNorm.apply(input, self.weight, self.bias, call, grads)
         return result
-
-    # What torch.compiler.disable sets, for torch.compile to leave the collective alone. The decorator itself loads the
-    # compiler, which takes seconds, and with it modules that keep the default process group for good.
-    _synced_forward._torchdynamo_disable = True  # type: ignore[attr-defined]
 
     def _enter_stats(self, gathered: Gathered) -> None:
         """The running estimates of a rank that had no part in a forward pass but its collective."""
@@ -187,6 +191,15 @@ class SyncBatchNorm(TorchSyncBatchNorm):
         if hasattr(layer, "qconfig"):
             made.qconfig = layer.qconfig
         return made
+
+
+_disabled: list[Callable[[SyncBatchNorm, Tensor, dist.ProcessGroup], Tensor]] = []
+
+
+def _outside_of_graphs() -> Callable[[SyncBatchNorm, Tensor, dist.ProcessGroup], Tensor]:
+    if not _disabled:
+        _disabled.append(torch.compiler.disable(SyncBatchNorm._synced_forward))
+    return _disabled[0]
 
 
 def synchronize_batch_norm(module: ModuleT, *, process_group: dist.ProcessGroup | None = None) -> ModuleT:
