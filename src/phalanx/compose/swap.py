@@ -146,7 +146,8 @@ def _check_nothing_is_wrapped() -> None:
 
 def _wrapped_by_torch() -> list[nn.Module]:
     kinds = {kind for kind in _and_derived(TORCH_DDP) if not issubclass(kind, DistributedDataParallel)}
-    return [found for found in gc.get_objects() if type(found) in kinds and "module" in found._modules]
+    found = [candidate for candidate in gc.get_objects() if type(candidate) in kinds]
+    return [model for model in found if "module" in vars(model).get("_modules", ())]  # not one whose constructor raised
 
 
 def _and_derived(kind: type[Any]) -> Iterator[type[Any]]:
