@@ -129,6 +129,8 @@ class DistributedDataParallel(BufferSync, DelayedParameters, TorchDDP):
         self._has_rebuilt_buckets = False
         self._lazy_init_ran = False
         self._use_python_reducer = False
+        self.use_side_stream_for_tensor_copies = False  # read by torch's `to_kwargs`; ours copies on the current stream
+        self._accum_grad_hooks: list[Any] = []
         self._delay_grad_buffer: torch.Tensor | None = None
         self._delay_grad_views: list[torch.Tensor] = []
         self._delayed = None

@@ -125,7 +125,13 @@ class TorchReducer:
         self._joined = (work, use_static_world_size)
 
     def _set_sparse_metadata(self, metadata: dict[str, torch.Tensor]) -> None:
-        """Global row ids by parameter name, which torch uses to pad sparse gradients; ours gather what each rank has."""
+        """By parameter, the rows that any rank has: torch packs gradients by them; ours gather what each has."""
+        sparse = [bucket.slots[0].name for bucket in self.engine.buckets if bucket.spec.sparse]
+        for name, rows in metadata.items():
+            if name not in sparse:
+                raise ValueError(f"no parameter {name!r}; those with sparse gradients: {', '.join(sparse) or 'none'}")
+            if not isinstance(rows, torch.Tensor) or rows.is_floating_point():
+                raise TypeError(f"the metadata of {name} must be a tensor of row numbers, got {rows!r:.60}")
 
     def _remove_autograd_hooks(self) -> None:
         self.engine.remove_hooks()
