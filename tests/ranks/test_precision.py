@@ -162,6 +162,18 @@ def test_a_forward_that_raises(error: BaseException) -> None:
     assert model.first.weight.grad is not None and equal_on_all_ranks(model.first.weight.grad)
 
 
+@ranks(2)
+def test_an_interrupt_in_a_part_that_was_called_by_itself() -> None:
+    model = px.replicate(Failing(), precision=POLICIES["bf16"])
+    handle = model.second.register_forward_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        model.second(torch.ones(1, 8))
+    handle.remove()
+    squares(model, dist.get_rank(), 0).backward()
+    assert all(isinstance(p, nn.Parameter) and p.dtype is torch.float32 for p in model.parameters())
+    assert equal_on_all_ranks(model.second.weight.grad)
+
+
 class Tied(nn.Module):
     """Weights tied, a layer used twice, a call of itself, and submodules called from another method."""
 

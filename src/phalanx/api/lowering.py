@@ -134,12 +134,11 @@ class Lowering:
     def enter(self, module: nn.Module) -> bool:
         """A module of the tree is called; returns whether that is the outermost call."""
         owner = None if self._owner is None else self._owner()
-        if owner is module:
-            if self._thread != threading.get_ident() or calls_under_way(module) > self._depth:
-                self._depth += 1
-                return False
-            self.restore()  # an interrupt went past the hooks
-        elif owner is not None:
+        if owner is not None and self._is_stale(owner, module):
+            self.restore()
+            owner = None
+        if owner is not None:
+            self._depth += owner is module
             return False
         self._owner, self._depth, self._thread = weakref.ref(module), 1, threading.get_ident()
         try:
@@ -158,6 +157,15 @@ class Lowering:
             return False
         self.restore()
         return True
+
+    def _is_stale(self, owner: nn.Module, entered: nn.Module) -> bool:
+        """Whether the owner's call has ended unnoticed: an interrupt goes past the hooks.
+
+        Looked at where its module or the root is entered, which is rare inside of a call: a walk over frames takes time.
+        """
+        if self._thread != threading.get_ident() or (entered is not owner and entered is not self._root()):
+            return False
+        return calls_under_way(owner) <= (self._depth if entered is owner else 0)
 
     def restore_stale(self) -> None:
         """Put everything back that an interrupt has left behind in this thread: hooks are not called for those."""
