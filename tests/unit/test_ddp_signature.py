@@ -40,7 +40,6 @@ INHERITED = {
     "_check_global_requires_backward_grad_sync": JOINING,
     "_check_and_sync_module_buffers": JOINING,
     "_find_common_rank": JOINING,
-    "_register_fused_optim": "registers a communication hook that steps; test_ddp_hooks shows that it works",
 }
 NOT_THERE = {
     "_ddp_init_helper": "builds torch's C++ reducer; ours is built by _build_engine",

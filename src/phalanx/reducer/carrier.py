@@ -12,6 +12,7 @@ from phalanx.reducer.bucket import Bucket, BucketState, ParameterSlot
 from phalanx.reducer.intake import Intake
 from phalanx.reducer.layout import Layout
 from phalanx.reducer.options import Placement
+from phalanx.reducer.skips import SkipAgreement
 
 
 class HookedWork(Protocol):
@@ -36,7 +37,7 @@ class Carrier:
         self.averages = False
         """Whether the group's own reduction divides by its size."""
         self._intake = intake
-        self._skips_unused = skips_unused
+        self._skips = SkipAgreement() if skips_unused else None
 
     def begin(self, *, divisor: int | None) -> bool:
         """Settle how this step is averaged; returns whether gradients come undivided, to be averaged on the way.
@@ -50,7 +51,7 @@ class Carrier:
         """Start a full bucket's reduction; False where it needs none."""
         bucket.advance(BucketState.READY)
         bucket.advance(BucketState.IN_FLIGHT)
-        if self._skips_unused and not any(slot.seen for slot in bucket.slots):
+        if self._skips is not None and self._skips.leaves_out(bucket, self.group):
             return False
         if bucket.spec.sparse:
             bucket.work, bucket.sparse_sum = self._launch_sparse(bucket)
