@@ -174,6 +174,9 @@ class C10dGroup(Group):
         self._exchanges = ledger.turns
         self._serials = ledger.serials
 
+    def waits_on_streams(self, device: torch.device) -> bool:
+        return (self._backends.get(device.type) or self._backends.get("")) in _STREAM_BACKENDS
+
     def next_serial(self) -> int:
         return next(self._serials)
 

@@ -78,6 +78,10 @@ class Group(ABC):
     topics: set[str]
     """What this rank is at: failures that others post on these topics wake its waits."""
 
+    def waits_on_streams(self, device: torch.device) -> bool:
+        """Whether waiting for a work on this device makes its current stream wait, and not the host."""
+        return False
+
     @abstractmethod
     def next_serial(self) -> int:
         """A number that grows with each call. Ranks that use the group alike get alike numbers, and can name things."""

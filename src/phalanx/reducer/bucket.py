@@ -44,6 +44,7 @@ class ParameterSlot:
         "shown",
         "stale",
         "sticky",
+        "stream",
         "view",
     )
 
@@ -62,6 +63,7 @@ class ParameterSlot:
         self.seen = 0  # arrivals in this pass
         self.hot = False  # whether the next arrival is the plain case: the first and only one
         self.sticky = False  # was once predicted unused and came all the same: wait for it from now on
+        self.stream = 0  # on a GPU: in which its gradient came, when the order of arrival was recorded
         self.dirty = False  # holds a gradient that no reduction has seen
         self.late: torch.Tensor | None = None  # came after the bucket had left: for a second round
         self.stale: torch.Tensor | None = None  # the gradient that was there before, not of this pass
@@ -103,6 +105,7 @@ class Bucket:
         self.individual: list[ParameterSlot] = []
         """Slots that are looked at one by one; the others are looked at in runs."""
         self.pending = 0
+        self._streams: set[torch.cuda.Stream] = set()  # in which gradients were put here
         self.work: Work | None = None
         # Kept until the next: if Gloo's thread were the last to let go of a work, and the interpreter was just ending,
         # freeing the tensors in it would abort the process.
@@ -140,6 +143,20 @@ class Bucket:
                 parameters=[slot.name for slot in self.slots],
             )
         self.state = to
+
+    def note_stream(self) -> None:
+        """What was just put here is there when the current stream comes to it; on the CPU it is there."""
+        if self.spec.device.type == "cuda":
+            self._streams.add(torch.cuda.current_stream(self.spec.device))
+
+    def join_streams(self) -> None:
+        """Let the current stream come after all that has filled this bucket."""
+        if self._streams:
+            current = torch.cuda.current_stream(self.spec.device)
+            for stream in self._streams:
+                if stream != current:
+                    current.wait_stream(stream)
+            self._streams.clear()
 
     def start_step(self) -> None:
         self.state = BucketState.FILLING

@@ -31,13 +31,18 @@ BucketHook = Callable[[Bucket, torch.Tensor], HookedWork]
 class Carrier:
     """Starts reductions on a group. What it starts, in which order, is the same on every rank."""
 
-    def __init__(self, group: Group, intake: Intake, *, skips_unused: bool) -> None:
+    def __init__(self, group: Group, intake: Intake, *, skips_unused: bool, reduces_alone: bool = False) -> None:
         self.group = group
         self.hook: BucketHook | None = None
         self.averages = False
         """Whether the group's own reduction divides by its size."""
         self._intake = intake
         self._skips = SkipAgreement() if skips_unused else None
+        self._reduces_alone = reduces_alone
+
+    @property
+    def communicates(self) -> bool:
+        return self.group.size > 1 or self._reduces_alone
 
     def begin(self, *, divisor: int | None) -> bool:
         """Settle how this step is averaged; returns whether gradients come undivided, to be averaged on the way.
@@ -51,13 +56,14 @@ class Carrier:
         """Start a full bucket's reduction; False where it needs none."""
         bucket.advance(BucketState.READY)
         bucket.advance(BucketState.IN_FLIGHT)
+        bucket.join_streams()
         if self._skips is not None and self._skips.leaves_out(bucket, self.group):
             return False
         if bucket.spec.sparse:
             bucket.work, bucket.sparse_sum = self._launch_sparse(bucket)
         elif self.hook is not None:
             bucket.work = self.hook(bucket, bucket.gradients).then(_nothing)
-        elif self.group.size > 1:
+        elif self.communicates:
             bucket.work = self._reduce_on_wire(bucket)
         return True
 
@@ -84,7 +90,7 @@ class Carrier:
     def launch_control(self, layout: Layout) -> list[Work]:
         """Send the control block by itself, where it is not in the last bucket's tail."""
         control = layout.control_tensor
-        if layout.rides or self.group.size == 1:
+        if layout.rides or not self.communicates:
             return []
         if self.hook is None:
             return [self.group.all_reduce(control)]

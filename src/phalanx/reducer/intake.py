@@ -41,6 +41,7 @@ class Intake:
             slot.view.add_(gradient if self.store is _copy else gradient * bucket.scale)
         else:
             self.store(gradient, bucket.scale, out=slot.view)
+        bucket.note_stream()
         if self.placement is Placement.OWNED:
             parameter.grad = None
         elif self.placement is Placement.VIEW:
@@ -58,6 +59,8 @@ class Intake:
                 torch._foreach_copy_(run.small_views, small)
                 for piece, scale in run.pieces:
                     piece.mul_(scale)
+        for bucket, _ in run.counts:
+            bucket.note_stream()
         if self.placement is Placement.OWNED:
             for ref in run.refs:
                 ref().grad = None  # type: ignore[union-attr]  # it has just brought a gradient

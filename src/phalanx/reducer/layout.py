@@ -8,6 +8,7 @@ import torch
 
 from phalanx.comm.group import Group
 from phalanx.reducer.bucket import Bucket, ParameterSlot
+from phalanx.reducer.deferred import DeferredReport
 from phalanx.reducer.order import LaunchOrder
 from phalanx.reducer.plan import BucketPolicy, ParameterSpec, plan_buckets
 from phalanx.reducer.unused import ControlBlock
@@ -62,6 +63,8 @@ class Layout:
             for place, slot in enumerate(bucket.slots):
                 slot.bucket = bucket
                 slot.shown = _NOTHING
+                # Where the others learn too late of a gradient that came after its bucket had left, none is guessed unused.
+                slot.sticky = slot.sticky or group.waits_on_streams(spec.device)
                 if not spec.sparse:
                     slot.view = bucket.views[place]
                     slot.shown = slot.view.detach()
@@ -71,6 +74,8 @@ class Layout:
         self.control_tensor = (
             tail if tail is not None else torch.zeros(self.control.length, dtype=torch.float32, device=device)
         )
+        self.on_streams = group.waits_on_streams(device)
+        self.deferred = DeferredReport(self.control, self.control_tensor) if self.on_streams else None
         self.launches = LaunchOrder(len(self.buckets))
         self._dense = [slot for slot in self.slots if not slot.bucket.spec.sparse]
         self._dense_refs = [slot.ref for slot in self._dense]
@@ -113,7 +118,7 @@ class Layout:
         for slot in self._individual:
             if slot.expected == 1 and not slot.bucket.spec.sparse:  # written out: this may run for every parameter
                 slot.left = 1
-                slot.hot = True
+                slot.hot = slot.bucket.spec.device.type == "cpu"
                 slot.seen = 0
             else:
                 slot.start_step(certain=certain)

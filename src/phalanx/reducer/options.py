@@ -38,6 +38,8 @@ class ReducerOptions:
     """Every pass has the same arrivals as the first; the first is reduced when it is over."""
     skip_unused_buckets: bool = False
     """Do not reduce a bucket of which nothing arrived. All ranks must then use the same parameters in every step."""
+    reduce_alone: bool = False
+    """Run collectives also where the group has one rank: to measure on one device what they cost the host."""
     wire_dtype: torch.dtype | None = None
     """Dense floating gradients are summed in this dtype; a bucket hook, where there is one, gets them as they are."""
 

@@ -25,6 +25,7 @@ from phalanx.comm.group import Group, Work
 from phalanx.errors import GroupAbortedError, PeerFailedError, PeerLostError, PhalanxError, ReducerStateError
 from phalanx.reducer.bucket import Bucket, BucketState, ParameterSlot
 from phalanx.reducer.carrier import BucketHook, Carrier
+from phalanx.reducer.deferred import DeferredReport, is_capturing
 from phalanx.reducer.grad_hooks import BackwardPasses, arriving, current_pass
 from phalanx.reducer.hand_out import hand_out, rescale
 from phalanx.reducer.intake import Intake
@@ -32,7 +33,7 @@ from phalanx.reducer.layout import Layout
 from phalanx.reducer.options import Placement, ReducerOptions, ReducerStats
 from phalanx.reducer.planner import Named, Planner
 from phalanx.reducer.roll_call import RollCall
-from phalanx.reducer.runs import Run
+from phalanx.reducer.runs import Run, current_stream
 from phalanx.reducer.spans import StepSpans
 from phalanx.reducer.unused import Flag, Report
 from phalanx.reducer.verify import TensorEntry, verify_same
@@ -110,7 +111,14 @@ class Reducer:
         self._patience = 1
         self._passes = BackwardPasses(on_end=self._end_of_backward, on_broken=self.abandon)
         self._intake = Intake(self.options.placement)
-        self._carrier = Carrier(group, self._intake, skips_unused=self.options.skip_unused_buckets)
+        self._carrier = Carrier(
+            group,
+            self._intake,
+            skips_unused=self.options.skip_unused_buckets,
+            reduces_alone=self.options.reduce_alone,
+        )
+        self._said = Report(None, [], [], [])  # by this rank, of the step under way
+        self._awaited: DeferredReport | None = None  # the last step's report, where it was not read yet
         self.planner = Planner(group, self.options, make_hook=self._make_hook, on_plan=self._planned)
         self.planner.start(named_parameters, sparse or [False] * len(named_parameters), "construction")
 
@@ -269,6 +277,7 @@ class Reducer:
             self.planner.arrivals.append(slot.index)
         if self._came is not None and slot.seen == 1:
             self._came.append(slot)
+            slot.stream = current_stream(bucket.spec.device)
         if events.listeners:
             events.emit(events.GradientReady(self.name, self.step, slot.name, bucket.index))
         owned = self.options.placement is Placement.OWNED
@@ -395,6 +404,8 @@ class Reducer:
             roll.stand_by()
             return
         rest = roll.finish()
+        if rest.arrived and rest.arrived[0].bucket.spec.device.type == "cuda":
+            torch.cuda.synchronize()  # in which streams they came is no longer known; once, when an order is lost
         self._show_rolled()
         self._intake.irregular = True
         self._order_lost = True
@@ -429,7 +440,7 @@ class Reducer:
 
     def _bucket_is_full(self, bucket: Bucket) -> None:
         self.layout.launches.mark_ready(bucket.index)
-        if not self._static_first and not self.hold():
+        if not self._static_first and not self._first_on_streams and not self.hold():
             self._launch()
 
     def enter_pass(self) -> None:
@@ -454,6 +465,7 @@ class Reducer:
             self.stats.kept += 1
 
     def _begin_step(self) -> None:
+        self._read_awaited()
         if self.before_step is not None:
             self.before_step()
         try:
@@ -494,6 +506,11 @@ class Reducer:
                     self._disband()
                 return  # torch's contract: a later pass may complete it, or the next forward raises
             self._complete_step()
+
+    @property
+    def _first_on_streams(self) -> bool:
+        """How often gradients come is not known yet, and the others could not be told in time of one too many."""
+        return self.layout.on_streams and not self._learnt
 
     @property
     def _static_first(self) -> bool:
@@ -764,7 +781,11 @@ class Reducer:
             used = None if all(slot.seen for slot in layout.slots) else [slot.seen > 0 for slot in layout.slots]
             late = [bucket.index for bucket in self.buckets if any(slot.late is not None for slot in bucket.slots)]
         weight = self._weight.total if self._shadows is None else self._shadows
-        layout.control.write(layout.control_tensor, used=used, late=late, weight=weight, flags=flags)
+        self._said = layout.control.alone(used=used, late=late, weight=weight, flags=flags)
+        if late and layout.on_streams:
+            self._refuse_late(late)
+        if self._carrier.communicates:
+            layout.control.write(layout.control_tensor, used=used, late=late, weight=weight, flags=flags)
         if layout.rides:
             self._launch(backward_is_over=True)
         works = [bucket.work for bucket in self.buckets if bucket.work is not None]
@@ -776,8 +797,7 @@ class Reducer:
         """Wait for all reductions, read the report, and hand the averages out."""
         waited_s = self._wait_for(works)
         layout = self.layout
-        averaged = layout.rides and self._carrier.averages and self.group.size > 1
-        report = layout.control.read(layout.control_tensor, averaged=averaged)
+        report = self._read_report(layout)
         self._raise_for_failed(report)
         for bucket in self.buckets:
             if bucket.sparse_sum is not None:  # taken back in handing out, where no rank used it
@@ -799,6 +819,66 @@ class Reducer:
         if events.listeners:
             events.emit(events.StepFinalized(self.name, self.stats.steps, waited_s, unused))
         return report
+
+    def _read_report(self, layout: Layout) -> Report:
+        """What all ranks have to say of this step; or what this rank expects them to, where reading must wait."""
+        said = self._said
+        if not self._carrier.communicates:
+            return said
+        averaged = layout.rides and self._carrier.averages and self.group.size > 1
+        usual = said.used is None and not said.late and not said.flags[0] & ~Flag.TRAINING and said.weights[0] == 1.0
+        if layout.deferred is None or not usual or self.before_step is not None:
+            if is_capturing(layout.control_tensor.device):
+                self._drop(
+                    ReducerStateError(
+                        "a step with unused parameters, weights or px.join cannot be captured in a CUDA graph: what the "
+                        "other ranks used has to be read on the host",
+                        rank=self.group.rank,
+                        step=self.step,
+                    )
+                )
+            return layout.control.read(layout.control_tensor, averaged=averaged)
+        if not is_capturing(layout.control_tensor.device):
+            layout.deferred.start(layout.control_tensor, averaged=averaged)
+            self._awaited = layout.deferred
+        # Whether the others' modules train is not known: then buffers are synchronised in any case, alike on all.
+        return layout.control.expected(said.flags[0] | Flag.TRAINING)
+
+    def _read_awaited(self) -> None:
+        """Before a step sends anything: what the others had to say of the last one, where this rank has gone on."""
+        if self._awaited is None or is_capturing(self.layout.control_tensor.device):
+            return
+        awaited, self._awaited = self._awaited, None
+        report = awaited.read()
+        failed = report.ranks_with(Flag.FAILED)
+        if failed:
+            raise PeerFailedError(
+                f"rank {failed[0]} raised in its backward pass of the step before this one, which this rank has "
+                "finished: its gradients lacked that rank's part. Go back to a checkpoint, or stop",
+                failed_ranks=failed,
+                rank=self.group.rank,
+                step=self.step - 1,
+            )
+        if report.ranks_with(Flag.WEIGHTED):
+            self._apply_weights(report)  # raises: this rank gave none
+        for action in self.on_report if report.ranks_with(Flag.CHANGED) else ():
+            action(report)
+
+    def _refuse_late(self, late: list[int]) -> NoReturn:
+        names = [slot.name for index in late for slot in self.buckets[index].slots if slot.late is not None]
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                slot.late = None
+                slot.expected = max(slot.expected, slot.seen)
+        self.abandon()
+        raise ReducerStateError(
+            "more gradients came than in the passes before, after their bucket had left. On this device the other ranks "
+            "learn of it only when this step is over. The next pass expects them; or compute this part in no_sync and "
+            "call phalanx.synchronize",
+            rank=self.group.rank,
+            step=self.step,
+            parameters=names,
+        )
 
     def _wait_for(self, works: list[Work]) -> float:
         began = time.perf_counter()

@@ -116,7 +116,7 @@ class RollCall:
 
     def _call(self, run: Run) -> None:
         gradients = run.gradients()
-        if run.all_arrived(gradients):
+        if run.all_arrived(gradients) and run.in_stream:
             run.taken = True
             self._take(run, gradients)  # type: ignore[arg-type]  # none of them is None
         else:
@@ -133,7 +133,7 @@ class RollCall:
     @property
     def complete(self) -> bool:
         """Whether every run was taken in, and nothing came besides."""
-        return self.is_open and not self._num_more and len(self._schedule) == 1
+        return self.is_open and not self._num_more and all(run.taken for run in self._runs)
 
     def finish(self) -> Rest:
         """Say of each parameter that no run took in whether it has come; the pass is over, or the order lost."""

@@ -25,6 +25,7 @@ class Run:
     __slots__ = (
         "before",
         "counts",
+        "device",
         "large",
         "pieces",
         "refs",
@@ -49,9 +50,15 @@ class Run:
         for slot in slots:
             by_bucket.setdefault(id(slot.bucket), []).append(slot.bucket)
         self.counts = [(members[0], len(members)) for members in by_bucket.values()]
+        self.device = slots[0].bucket.spec.device
         self.taken = False
         self.before: list[tuple[torch.Tensor | None, int]] | None = None
         """Gradients, and their versions, that were there when the pass began; None where there were none."""
+
+    @property
+    def in_stream(self) -> bool:
+        """On a GPU: whether the current stream is the one in which its gradients came before."""
+        return self.device.type != "cuda" or current_stream(self.device) == self.slots[-1].stream
 
     def gradients(self) -> list[torch.Tensor | None]:
         # A parameter that is gone cannot be told from one without a gradient: both have not arrived.
@@ -84,10 +91,16 @@ def plan_runs(slots: Sequence[ParameterSlot]) -> list[Run]:
         full = size >= (RUN_BYTES_CPU if device.type == "cpu" else RUN_BYTES_ELSEWHERE)
         if following is None:
             break
-        if full or last_of[id(slot.bucket)] is slot or following.bucket.spec.device != device:
+        elsewhere = following.bucket.spec.device != device or following.stream != slot.stream
+        if full or elsewhere or last_of[id(slot.bucket)] is slot:
             cut.append([])
             size = 0
     return [Run(members) for members in cut if members]
+
+
+def current_stream(device: torch.device) -> int:
+    """A number for the stream in which work on a device is queued now; zero on the CPU."""
+    return int(torch._C._cuda_getCurrentRawStream(device.index)) if device.type == "cuda" else 0
 
 
 def _is_large(slot: ParameterSlot) -> bool:

@@ -68,7 +68,8 @@ class ControlBlock:
         if used is None and not late and weight == 1.0:
             known = self._quiet.get(flags)
             if known is None:
-                known = self._quiet[flags] = torch.tensor(self._compose(None, (), 1.0, flags), dtype=tail.dtype)
+                known = torch.tensor(self._compose(None, (), 1.0, flags), dtype=tail.dtype, device=tail.device)
+                self._quiet[flags] = known
             tail.copy_(known)
             return
         tail.copy_(torch.tensor(self._compose(used, late, weight, flags), dtype=tail.dtype))
@@ -82,6 +83,14 @@ class ControlBlock:
         numbers[self._weights_at + self._rank] = weight
         numbers[self._flags_at + self._rank] = float(flags)
         return numbers
+
+    def alone(self, *, used: Sequence[bool] | None, late: Sequence[int], weight: float, flags: Flag) -> Report:
+        """What a rank that has no others would read."""
+        return Report(None if used is None else [int(one) for one in used], list(late), [weight], [flags])
+
+    def expected(self, flags: Flag) -> Report:
+        """What is read when all is well: every rank used everything, and says what this one says."""
+        return Report(None, [], [1.0] * self._size, [flags] * self._size)
 
     def read(self, tail: torch.Tensor, *, averaged: bool) -> Report:
         """Read the reduced tail. A backend that averages divided it by the number of ranks: that is undone here."""

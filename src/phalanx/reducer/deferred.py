@@ -1,0 +1,42 @@
+"""A step's report on a device: read without making the host wait, when the next step begins.
+
+On the CPU a reduced bucket can be looked at as soon as it was waited for. On a GPU its last numbers are there only when
+the device comes to them, and looking at them would stop the host until then, in every step. Nearly always they say
+what this rank expects: that all went well, everywhere. So a rank with nothing unusual to tell goes on as if it had read
+that, has the numbers copied to the host behind the reduction, and reads them before its next step sends anything.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from phalanx.reducer.unused import ControlBlock, Report
+
+
+class DeferredReport:
+    """The control block of one step on its way to the host. Kept with a layout, and used for step after step."""
+
+    def __init__(self, control: ControlBlock, tensor: torch.Tensor) -> None:
+        self._control = control
+        self._on_device = tensor.device.type == "cuda"
+        self._numbers = torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=self._on_device)
+        self._copied = torch.cuda.Event() if self._on_device else None
+        self._averaged = False
+
+    def start(self, tensor: torch.Tensor, *, averaged: bool) -> None:
+        """Copy behind what is queued on the current stream."""
+        self._averaged = averaged
+        self._numbers.copy_(tensor, non_blocking=self._on_device)
+        if self._copied is not None:
+            self._copied.record()
+
+    def read(self) -> Report:
+        """Wait for the copy, which is long over in most cases, and read."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._control.read(self._numbers, averaged=self._averaged)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured: nothing may be read from the device, and what is queued is only noted."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
