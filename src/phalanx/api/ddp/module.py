@@ -467,7 +467,8 @@ class DistributedDataParallel(BufferSync, DelayedParameters, TorchDDP):
     def _match_all_reduce_for_bwd_pass(self) -> None:
         """A rank that has run out takes part in the others' step with zeros, and leaves its own gradients alone."""
         engine = self._engine
-        by_initial_size = bool(self._divide_by_initial_world_size)
+        # Of several that are joined together only the first counts who is left; the others divide by all, as in torch.
+        by_initial_size = bool(self._divide_by_initial_world_size) or not self._join_config.is_first_joinable
         engine.divisor = None if by_initial_size else 1  # as on the others: the same reduction, whatever they divide by
         own = [(slot.parameter, slot.parameter.grad, slot.dirty) for slot in engine.slots]
         in_bucket = {
