@@ -102,18 +102,18 @@ def test_torchs_own_per_parameter(world_size: int) -> None:
     @ranks(world_size, allow_leaks=KEPT)
     def body() -> None:
         for face, wrap in FACES.items():
-            for which, (cls, options) in OPTIMIZERS.items():
-                for before in (True, False):
-                    module = mlp()
-                    if before:
-                        _apply_optimizer_in_backward(cls, module.parameters(), options)
-                    model = wrap(module)
-                    if not before:
-                        _apply_optimizer_in_backward(cls, module.parameters(), options)
-                    mine = train(model, lambda: None)
-                    assert_same(mine, ordinary(wrap, which), f"{which} with {face}, given before: {before}")
-                    states = [optimizer.state_dict()["state"] for optimizer in _get_in_backward_optimizers(module)]
-                    assert len(states) == 6 and all(states)
+            for which, before in (("sgd", True), ("adam", False), ("adamw", True), ("adamw", False)):
+                cls, options = OPTIMIZERS[which]
+                module = mlp()
+                if before:
+                    _apply_optimizer_in_backward(cls, module.parameters(), options)
+                model = wrap(module)
+                if not before:
+                    _apply_optimizer_in_backward(cls, module.parameters(), options)
+                mine = train(model, lambda: None)
+                assert_same(mine, ordinary(wrap, which), f"{which} with {face}, given before: {before}")
+                states = [optimizer.state_dict()["state"] for optimizer in _get_in_backward_optimizers(module)]
+                assert len(states) == 6 and all(states)
 
     body()
 
