@@ -11,6 +11,7 @@ Several NCCL ranks one GPU cannot show.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import random
@@ -28,12 +29,12 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from _gpu_models import TASKS, GpuTask  # noqa: E402
-from _spread import paired_ratio, spread  # noqa: E402
+from _gpu_models import TASKS, GpuTask
+from _spread import paired_ratio, spread
 
-import phalanx as px  # noqa: E402
-from phalanx.api.replicate import replica_of  # noqa: E402
-from phalanx.reducer.reducer import Reducer  # noqa: E402
+import phalanx as px
+from phalanx.api.replicate import replica_of
+from phalanx.reducer.reducer import Reducer
 
 TorchDDP = torch.nn.parallel.DistributedDataParallel
 
@@ -58,7 +59,9 @@ def _torch_plain(module: nn.Module) -> nn.Module:
 
 def _replicate(module: nn.Module) -> nn.Module:
     made = px.replicate(module)
-    _communicate_alone(replica_of(made).reducer)
+    replica = replica_of(made)
+    replica.buffers.alone_too = True
+    _communicate_alone(replica.reducer)
     return made
 
 
@@ -101,19 +104,24 @@ class Trainer:
         return (time.perf_counter() - began) / num_steps * 1e3
 
 
+def _peak_mib(task: GpuTask, wrap: Callable[[nn.Module], nn.Module]) -> float:
+    """The most that a step holds, above what the task's batch takes, with no other variant beside it."""
+    gc.collect()
+    held = torch.cuda.memory_allocated()
+    trainer = Trainer(task, wrap)
+    trainer.timed(5)
+    torch.cuda.reset_peak_memory_stats()
+    trainer.timed(2)
+    return (torch.cuda.max_memory_allocated() - held) / 2**20
+
+
 def measure(name: str, *, rounds: int, num_steps: int) -> dict[str, Any]:
     task = TASKS[name]()
-    peaks: dict[str, float] = {}
+    peaks = {variant: _peak_mib(task, wrap) for variant, wrap in VARIANTS.items()}
     trainers: dict[str, Trainer] = {}
     for variant, wrap in VARIANTS.items():
-        torch.cuda.empty_cache()
-        held = torch.cuda.memory_allocated()
-        trainer = trainers[variant] = Trainer(task, wrap)
-        for _ in range(6):
-            trainer.step()
-        torch.cuda.reset_peak_memory_stats()
-        trainer.timed(2)
-        peaks[variant] = (torch.cuda.max_memory_allocated() - held) / 2**20
+        trainers[variant] = Trainer(task, wrap)
+        trainers[variant].timed(6)
     times: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
     order = list(VARIANTS)
     for _ in range(rounds):
@@ -144,15 +152,13 @@ def measure(name: str, *, rounds: int, num_steps: int) -> dict[str, Any]:
 def show(result: dict[str, Any]) -> None:
     print(f"\n{result['about']}, {result['num_parameters']} parameters; torch's best: {result['best']}")
     for variant, value in result["ms"].items():
-        ratio = result["overhead / torch's"].get(variant)
-        over = (
-            ""
-            if ratio is None
-            else f"   overhead {ratio['of medians']:.2f} of torch's [{ratio['low']:.2f}, {ratio['high']:.2f}]"
+        peak, ratio = result["peak MiB"][variant], result["overhead / torch's"].get(variant)
+        line = (
+            f"  {variant:12} {value['median']:8.2f} ms [{value['low']:.2f}, {value['high']:.2f}]  peak {peak:8.1f} MiB"
         )
-        print(
-            f"  {variant:12} {value['median']:8.2f} ms [{value['low']:.2f}, {value['high']:.2f}]  peak {result['peak MiB'][variant]:8.1f} MiB{over}"
-        )
+        if ratio is not None:
+            line += f"   overhead {ratio['of medians']:.2f} of torch's [{ratio['low']:.2f}, {ratio['high']:.2f}]"
+        print(line)
     sys.stdout.flush()
 
 

@@ -36,6 +36,8 @@ class BufferSync:
         self._policy = policy
         self._ignored = ignored
         self._at_work = list(range(group.size))
+        self.alone_too = False
+        """Run the collectives also where the group has one rank: to measure what they cost."""
         self.remember(module)
 
     def remember(self, module: nn.Module) -> None:
@@ -49,7 +51,8 @@ class BufferSync:
         return Flag.TRAINING if module is not None and module.training else Flag(0)
 
     def after_step(self, report: Report) -> None:
-        if self._policy == "none" or self._group.size == 1 or not report.ranks_with(Flag.TRAINING):
+        alone = self._group.size == 1 and not self.alone_too
+        if self._policy == "none" or alone or not report.ranks_with(Flag.TRAINING):
             return
         places = self._places()
         if not places:

@@ -121,6 +121,7 @@ class Bucket:
         # precision: a third in bfloat16 is off by 0.2 %, and always to the same side.
         real = spec.dtype.to_real() if spec.dtype.is_complex else spec.dtype
         self.scale = torch.ones((), dtype=torch.promote_types(real, torch.float32))
+        self._factor = 1.0
         self.views = (
             []
             if spec.sparse
@@ -143,6 +144,12 @@ class Bucket:
                 parameters=[slot.name for slot in self.slots],
             )
         self.state = to
+
+    def multiply_by(self, factor: float) -> None:
+        """What gradients are multiplied with on their way in, from now on."""
+        if factor != self._factor:
+            self._factor = factor
+            self.scale.fill_(factor)
 
     def note_stream(self) -> None:
         """What was just put here is there when the current stream comes to it; on the CPU it is there."""

@@ -25,7 +25,7 @@ class Intake:
         """Multiply with `factor` on the way in."""
         self.store = _copy if factor == 1.0 else torch.mul
         for bucket in buckets:
-            bucket.scale.fill_(factor)
+            bucket.multiply_by(factor)
 
     def fill(self, slot: ParameterSlot) -> None:
         """Put what is in ``.grad`` into the bucket, added to what this pass has put there before."""
