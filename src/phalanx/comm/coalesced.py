@@ -43,10 +43,12 @@ def _finish(started: _Started, *, keep: bool) -> None:
 def pieces(tensors: Iterable[torch.Tensor], piece_bytes: int) -> Iterator[list[torch.Tensor]]:
     """Tensors of one dtype and device at a time, in order, in lists of about `piece_bytes`."""
     open_pieces: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
     for tensor in tensors:
         key = (tensor.dtype, tensor.device)
-        piece = open_pieces.setdefault(key, [])
-        piece.append(tensor)
-        if sum(member.numel() * member.element_size() for member in piece) >= piece_bytes:
+        open_pieces.setdefault(key, []).append(tensor)
+        sizes[key] = sizes.get(key, 0) + tensor.numel() * tensor.element_size()
+        if sizes[key] >= piece_bytes:
+            sizes[key] = 0
             yield open_pieces.pop(key)
     yield from open_pieces.values()

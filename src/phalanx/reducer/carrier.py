@@ -49,7 +49,8 @@ class Carrier:
 
         All ranks must call the same reduction, so this depends on nothing that may differ between them.
         """
-        self.averages = self.group.averages and divisor is None and self.hook is None
+        averages = self.group.averages and self.group.size > 1  # alone, a sum is one, and costs NCCL nothing
+        self.averages = averages and divisor is None and self.hook is None
         return self.averages or self.hook is not None
 
     def launch(self, bucket: Bucket) -> bool:

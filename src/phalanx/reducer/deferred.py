@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from phalanx.reducer.unused import ControlBlock, Report
+from phalanx.reducer.unused import ControlBlock, Flag, Report
 
 
 class DeferredReport:
@@ -22,18 +22,27 @@ class DeferredReport:
         self._numbers = torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=self._on_device)
         self._copied = torch.cuda.Event() if self._on_device else None
         self._averaged = False
+        self._flags = Flag(0)
+        self._usual: dict[tuple[bool, Flag], torch.Tensor] = {}
 
-    def start(self, tensor: torch.Tensor, *, averaged: bool) -> None:
-        """Copy behind what is queued on the current stream."""
-        self._averaged = averaged
+    def start(self, tensor: torch.Tensor, *, averaged: bool, flags: Flag) -> None:
+        """Copy behind what is queued on the current stream; `flags` are this rank's, and expected of all."""
+        self._averaged, self._flags = averaged, flags
         self._numbers.copy_(tensor, non_blocking=self._on_device)
         if self._copied is not None:
             self._copied.record()
 
-    def read(self) -> Report:
-        """Wait for the copy, which is long over in most cases, and read."""
+    def read(self) -> Report | None:
+        """Wait for the copy, which is long over in most cases, and read; None where it says what was expected."""
         if self._copied is not None:
             self._copied.synchronize()
+        key = (self._averaged, self._flags)
+        usual = self._usual.get(key)
+        if usual is None:
+            usual = self._control.numbers_expected(self._flags, averaged=self._averaged).to(self._numbers.dtype)
+            self._usual[key] = usual
+        if torch.equal(self._numbers, usual):
+            return None
         return self._control.read(self._numbers, averaged=self._averaged)
 
 

@@ -146,9 +146,14 @@ class Reducer:
         return self.stats.steps + 1
 
     @property
+    def label(self) -> str:
+        """The module, as ranks name it to each other: alike on all of them, and no other's in this group."""
+        return f"{self.name} ({self._serial})"
+
+    @property
     def topic(self) -> str:
         """The step under way, as ranks name it to each other."""
-        return f"step {self.step} of {self.name} ({self._serial})"
+        return f"step {self.step} of {self.label}"
 
     @property
     def _plan_topic(self) -> str:
@@ -839,7 +844,7 @@ class Reducer:
                 )
             return layout.control.read(layout.control_tensor, averaged=averaged)
         if not is_capturing(layout.control_tensor.device):
-            layout.deferred.start(layout.control_tensor, averaged=averaged)
+            layout.deferred.start(layout.control_tensor, averaged=averaged, flags=said.flags[0])
             self._awaited = layout.deferred
         # Whether the others' modules train is not known: then buffers are synchronised in any case, alike on all.
         return layout.control.expected(said.flags[0] | Flag.TRAINING)
@@ -850,6 +855,8 @@ class Reducer:
             return
         awaited, self._awaited = self._awaited, None
         report = awaited.read()
+        if report is None:
+            return
         failed = report.ranks_with(Flag.FAILED)
         if failed:
             raise PeerFailedError(

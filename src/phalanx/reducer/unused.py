@@ -92,6 +92,14 @@ class ControlBlock:
         """What is read when all is well: every rank used everything, and says what this one says."""
         return Report(None, [], [1.0] * self._size, [flags] * self._size)
 
+    def numbers_expected(self, flags: Flag, *, averaged: bool) -> torch.Tensor:
+        """The reduced tail in that case."""
+        numbers = torch.zeros(self.length, dtype=torch.float64)
+        numbers[: self._late_at] = self._size
+        numbers[self._weights_at : self._flags_at] = 1.0
+        numbers[self._flags_at :] = float(flags)
+        return numbers / self._size if averaged else numbers
+
     def read(self, tail: torch.Tensor, *, averaged: bool) -> Report:
         """Read the reduced tail. A backend that averages divided it by the number of ranks: that is undone here."""
         factor = self._size if averaged else 1
