@@ -23,6 +23,7 @@ from phalanx.api.step_in_backward import step_in_backward
 from phalanx.api.sync_batch_norm import SyncBatchNorm, synchronize_batch_norm
 from phalanx.api.world import World, init, shutdown
 from phalanx.comm import shm
+from phalanx.compose import tensor_parallel
 from phalanx.compose.swap import swap_ddp
 from phalanx.data import DistributedSampler, gather_exact
 from phalanx.optim.averagers import PeriodicModelAverager
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from phalanx.optim.post_local_sgd import PostLocalSGDOptimizer
 
 shm.register()
+tensor_parallel.register()
 
 __version__ = "0.1.0"
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from phalanx.comm.coalesced import pieces
 from phalanx.comm.group import Group, Work
+from phalanx.reducer.spread import parts_of
 from phalanx.reducer.unused import Flag, Report
 
 BufferPolicy = Literal["rank0", "mean", "none"]
@@ -67,7 +68,7 @@ class BufferSync:
                     found.setdefault(id(buffer), (buffer, []))[1].append((table, key))
         self._sizes = [len(table) for _, table in self._tables]
         self._pieces = [
-            (_Piece(members), members, [found[id(member)][1] for member in members])
+            (_Piece(parts_of(members)), members, [found[id(member)][1] for member in members])
             for members in pieces([buffer for buffer, _ in found.values()], _PIECE_BYTES)
         ]
         self._layouts = [[_layout(member) for member in members] for _, members, _ in self._pieces]
@@ -108,7 +109,7 @@ class BufferSync:
 
     def _start(self, piece: _Piece, members: list[torch.Tensor]) -> Work:
         flat = piece.flat
-        torch._foreach_copy_(piece.views, members)
+        torch._foreach_copy_(piece.views, parts_of(members))
         if not self._averages(flat):
             return self._group.broadcast(flat, self._at_work[0])
         if self._group.rank not in self._at_work:
@@ -122,7 +123,7 @@ class BufferSync:
             return
         # Each in memory of its own, laid out as before: one that a user keeps must not keep the others.
         members[:] = [torch.empty_like(member) for member in members]
-        torch._foreach_copy_(members, piece.views)
+        torch._foreach_copy_(parts_of(members), piece.views)
         for member, held_at in zip(members, places, strict=True):
             for table, key in held_at:
                 table[key] = member

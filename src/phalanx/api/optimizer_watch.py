@@ -19,6 +19,7 @@ from phalanx.errors import UnsynchronizedStepError
 from phalanx.reducer.bucket import ParameterSlot
 from phalanx.reducer.options import Placement
 from phalanx.reducer.reducer import Reducer
+from phalanx.reducer.spread import part_of
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +106,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         seen = _seen.setdefault(optimizer, weakref.WeakKeyDictionary())
         last = seen.get(replica) or _before_first_step(optimizer, replica)
         if last == (stats.steps, stats.kept):
-            _take_part(replica)
+            _take_part(replica, optimizer)
         seen[replica] = _seen_by_any[replica] = _Seen(stats.steps, stats.kept)
 
 
@@ -124,7 +125,7 @@ def _before_first_step(optimizer: Optimizer, replica: Watched) -> _Seen:
     return _seen_by_any.get(replica, _Seen(0, 0))
 
 
-def _take_part(replica: Watched) -> None:
+def _take_part(replica: Watched, optimizer: Optimizer) -> None:
     """No pass of this rank has synchronised since the last step. Nothing was computed: zeros. Something was: an error."""
     reducer = replica.reducer
     if not replica.takes_part():
@@ -132,6 +133,8 @@ def _take_part(replica: Watched) -> None:
     # Under torch's contract whatever lies in .grad counts, whoever put it there.
     owned = reducer.options.placement is Placement.OWNED
     unseen = [slot.name for slot in reducer.slots if owned and not _is_reduced(slot)]
+    if unseen and _changes_nothing(optimizer):
+        return
     if unseen:
         error = UnsynchronizedStepError(
             f"the optimizer is about to step on gradients that were never averaged ({len(unseen)} parameters): they did "
@@ -150,6 +153,17 @@ def _take_part(replica: Watched) -> None:
         reducer.name,
     )
     reducer.synchronize()
+
+
+def _changes_nothing(optimizer: Optimizer) -> bool:
+    """Whether this step is one that only makes an optimizer's state, as torch.distributed.checkpoint does to load one."""
+    groups = optimizer.param_groups
+    return all(float(group.get("lr", 1.0)) == 0.0 for group in groups) and not any(
+        bool(part_of(parameter.grad).any())
+        for group in groups
+        for parameter in group["params"]
+        if parameter.grad is not None
+    )
 
 
 def _is_reduced(slot: ParameterSlot) -> bool:

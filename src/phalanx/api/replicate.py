@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
@@ -25,6 +25,7 @@ from phalanx.optim.in_backward import take_over
 from phalanx.reducer.options import ReducerOptions, ReducerStats
 from phalanx.reducer.plan import MIB, BucketPolicy
 from phalanx.reducer.reducer import Reducer
+from phalanx.reducer.spread import part_of, problem_with_spread
 from phalanx.reducer.unused import Flag, Report
 from phalanx.reducer.verify import TensorEntry, verify_same
 from phalanx.reducer.watch import ModuleWatch, expects_sparse, named_trained_parameters
@@ -89,7 +90,7 @@ def replicate(
         bucket_bytes = (100 if on_gpu else 25) * MIB
     small = min(first_bucket_bytes, bucket_bytes)
     policy = BucketPolicy(bucket_bytes, small, last_bucket_bytes=small)
-    problem = _problem_with(module, ignored)
+    problem = _problem_with(module, ignored, dist.get_process_group_ranks(group.process_group))
     if problem is None and precision is not None:
         problem = precision.problem_with(module)
     lowering = Lowering(module, precision) if precision is not None and problem is None else None
@@ -101,7 +102,7 @@ def replicate(
         raise problem
     own = group_of(own_group(group.process_group))
     if init_sync:
-        state = [tensor for _, tensor in _named_state(module, ignored)]
+        state = [part_of(tensor) for _, tensor in _named_state(module, ignored)]
         broadcast_coalesced(own, state, source=0)
     replica = _replicas[module] = Replica(module, own, policy, buffers, ignored, lowering)
     if own is not group:
@@ -124,7 +125,7 @@ def _resolve(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | 
     return group
 
 
-def _problem_with(module: nn.Module, ignored: frozenset[str]) -> Exception | None:
+def _problem_with(module: nn.Module, ignored: frozenset[str], ranks: Sequence[int]) -> Exception | None:
     """What is wrong with the module on this rank alone, as the exception to raise."""
     every_name = {name for name, _ in module.named_parameters()} | {name for name, _ in module.named_buffers()}
     unknown = sorted(ignored - every_name)
@@ -152,7 +153,7 @@ def _problem_with(module: nn.Module, ignored: frozenset[str]) -> Exception | Non
         return ValueError(
             f"{type(module).__name__} has no parameter that requires a gradient: there is nothing to replicate"
         )
-    return None
+    return problem_with_spread(_named_state(module, ignored), ranks)
 
 
 def _named_state(module: nn.Module, ignored: frozenset[str]) -> list[tuple[str, torch.Tensor]]:
@@ -224,8 +225,8 @@ class Replica:
         return known if module is None else [*known, *module.parameters()]
 
     def state(self, module: nn.Module) -> list[torch.Tensor]:
-        """The parameters and buffers that are alike on all ranks."""
-        return [tensor for _, tensor in _named_state(module, self._ignored)]
+        """The parameters and buffers that are alike on all ranks, or this rank's parts of them."""
+        return [part_of(tensor) for _, tensor in _named_state(module, self._ignored)]
 
     def described(self, asking: nn.Module) -> str:
         module = self._module()

@@ -11,6 +11,7 @@ import torch
 from phalanx.comm.group import Group, Work
 from phalanx.errors import ReducerStateError
 from phalanx.reducer.plan import BucketSpec, ParameterSpec
+from phalanx.reducer.spread import spread_of
 
 
 class BucketState(Enum):
@@ -42,6 +43,7 @@ class ParameterSlot:
         "ref",
         "seen",
         "shown",
+        "spread",
         "stale",
         "sticky",
         "stream",
@@ -54,6 +56,7 @@ class ParameterSlot:
         # Weak, because the parameter's hook leads here: autograd's hooks are not seen by the garbage collector, and a
         # circle through one would never be freed.
         self.ref = weakref.ref(parameter)
+        self.spread = spread_of(parameter)  # None for a plain one, of which this rank holds all
         self.bucket: Bucket
         self.view: torch.Tensor
         # What users see as .grad: the same memory, another object, as they may point it elsewhere (`p.grad.data = …`).
@@ -74,6 +77,27 @@ class ParameterSlot:
         if parameter is None:
             raise ReducerStateError("the parameter no longer exists: its module let it go", parameters=[self.name])
         return parameter
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """What lies in ``.grad``; of one that is spread this rank's part, after it was laid out as its parameter is."""
+        parameter = self.parameter
+        gradient = parameter.grad
+        if self.spread is None or gradient is None:
+            return gradient
+        fitted = self.spread.fitted(gradient, parameter)
+        if fitted is not gradient:
+            parameter.grad = fitted
+        return self.spread.part(fitted)
+
+    def part(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the parameter, or of a gradient that is laid out like it."""
+        return tensor if self.spread is None else self.spread.part(tensor)
+
+    def show(self) -> torch.Tensor:
+        """Make what users are to see of the slot's place in its bucket."""
+        own = self.view.detach()
+        return own if self.spread is None else self.spread.like(own, self.parameter)
 
     def start_step(self, *, certain: bool) -> None:
         # Predicted unused only where a wrong guess can be mended: an old gradient would be added to in flight.

@@ -137,7 +137,7 @@ class Carrier:
                     self._reduce_one(slot, share)
 
     def _reduce_one(self, slot: ParameterSlot, share: float) -> None:
-        gradient = slot.parameter.grad
+        gradient = slot.gradient
         if slot.bucket.spec.sparse:
             work, total = self.group.all_reduce_sparse(as_sparse(slot, gradient) * share)
             work.wait()

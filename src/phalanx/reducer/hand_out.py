@@ -25,9 +25,9 @@ def hand_out(layout: Layout, placement: Placement, used: list[int] | None) -> tu
         elif placement is not Placement.COPY:
             parameter.grad = slot.shown
         elif parameter.grad is None:
-            parameter.grad = slot.view.clone()
+            parameter.grad = slot.shown.clone()
         else:
-            targets.append(parameter.grad.detach())
+            targets.append(slot.part(parameter.grad).detach())
             sources.append(slot.view)
     if targets:
         torch._foreach_copy_(targets, sources)
@@ -41,7 +41,7 @@ def _restore(slot: ParameterSlot) -> None:
     elif slot.bucket.spec.sparse or slot.stale is slot.parameter.grad:
         slot.parameter.grad = slot.stale
     else:
-        slot.view.copy_(slot.stale)
+        slot.view.copy_(slot.part(slot.stale))
         slot.parameter.grad = slot.shown
 
 

@@ -30,7 +30,7 @@ class Intake:
     def fill(self, slot: ParameterSlot) -> None:
         """Put what is in ``.grad`` into the bucket, added to what this pass has put there before."""
         bucket, parameter = slot.bucket, slot.parameter
-        gradient = parameter.grad
+        gradient = slot.gradient
         assert gradient is not None
         if bucket.spec.sparse:
             return  # a sparse gradient stays where it is until its bucket leaves
@@ -74,7 +74,7 @@ class Intake:
             self.fill(slot)
             return
         slot.sticky = slot.sticky or slot.seen == 1
-        gradient = slot.parameter.grad
+        gradient = slot.gradient
         assert gradient is not None
         gradient = gradient.detach()
         slot.late = gradient if slot.late is None else slot.late + gradient
@@ -95,12 +95,13 @@ class Intake:
 
     def _fill_absent(self, slot: ParameterSlot) -> None:
         """No gradient of this pass. An old one that the user kept counts in the average, and stays if nobody used it."""
-        gradient = slot.parameter.grad
-        if gradient is None:
+        if slot.gradient is None:
             slot.view.zero_()
             return
+        gradient = slot.parameter.grad
+        assert gradient is not None
         slot.stale = gradient.clone() if gradient is slot.shown else gradient
-        self.store(slot.stale.detach(), slot.bucket.scale, out=slot.view)
+        self.store(slot.part(slot.stale).detach(), slot.bucket.scale, out=slot.view)
 
 
 def _copy(gradient: torch.Tensor, _: torch.Tensor, *, out: torch.Tensor) -> None:

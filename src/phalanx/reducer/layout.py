@@ -36,10 +36,11 @@ class Layout:
     ) -> None:
         self.slots = list(slots)
         self.specs = [
-            ParameterSpec.of(slot.name, slot.parameter, sparse=is_sparse)
+            ParameterSpec.of(slot.name, slot.part(slot.parameter), sparse=is_sparse)
             for slot, is_sparse in zip(slots, sparse, strict=True)
         ]
         self._refs = [slot.ref for slot in self.slots]
+        self._spread = [slot for slot in self.slots if slot.spread is not None]
         self.order = list(order)
         self.pointers = self.current_pointers()
         planned = plan_buckets(self.specs, order, policy, from_the_end=from_the_end)
@@ -67,7 +68,7 @@ class Layout:
                 slot.sticky = slot.sticky or group.waits_on_streams(spec.device)
                 if not spec.sparse:
                     slot.view = bucket.views[place]
-                    slot.shown = slot.view.detach()
+                    slot.shown = slot.show()
             self.buckets.append(bucket)
         device = planned[-1].device if planned else torch.device("cpu")
         tail = self.buckets[-1].tail if self.rides else None
@@ -80,7 +81,8 @@ class Layout:
         self._dense = [slot for slot in self.slots if not slot.bucket.spec.sparse]
         self._dense_refs = [slot.ref for slot in self._dense]
         self._shown = [slot.shown for slot in self._dense]
-        self._addresses = list(map(torch.Tensor.data_ptr, self._shown))
+        self._shown_parts = [slot.part(slot.shown) for slot in self._dense]
+        self._addresses = list(map(torch.Tensor.data_ptr, self._shown_parts))
         self.look_at_each()
 
     def look_at_each(self, *, but: Sequence[ParameterSlot] = ()) -> None:
@@ -91,7 +93,11 @@ class Layout:
             bucket.individual = [slot for slot in bucket.slots if id(slot) not in rolled]
 
     def current_pointers(self) -> list[int]:
-        return [-1 if (parameter := ref()) is None else parameter.data_ptr() for ref in self._refs]
+        pointers = [-1 if (parameter := ref()) is None else parameter.data_ptr() for ref in self._refs]
+        for slot in self._spread:  # a tensor that is spread has no memory but its part's
+            parameter = slot.ref()
+            pointers.append(-1 if parameter is None else slot.part(parameter).data_ptr())
+        return pointers
 
     def hand_out(self) -> None:
         """Make every dense gradient the view of its bucket: the end of a step in which all was used."""
@@ -106,14 +112,14 @@ class Layout:
             return None
         self.pointers = pointers
         for slot, spec in zip(self.slots, self.specs, strict=True):
-            now = ParameterSpec.of(spec.name, slot.parameter, sparse=spec.sparse)
+            now = ParameterSpec.of(spec.name, slot.part(slot.parameter), sparse=spec.sparse)
             if now != spec:
                 return f"{spec.name} is {now.shown()}, was {spec.shown()}"
         return None
 
     def start_step(self, *, certain: bool = False) -> None:
         """Expect what earlier passes had; `certain` means that a wrong guess is the user's error, not to be mended."""
-        if list(map(torch.Tensor.data_ptr, self._shown)) != self._addresses:
+        if list(map(torch.Tensor.data_ptr, self._shown_parts)) != self._addresses:
             self._show_anew()
         for slot in self._individual:
             if slot.expected == 1 and not slot.bucket.spec.sparse:  # written out: this may run for every parameter
@@ -129,9 +135,10 @@ class Layout:
     def _show_anew(self) -> None:
         """A user pointed a gradient elsewhere, or a cast of the module did: what they hold is theirs now."""
         for slot in self._dense:
-            if slot.shown.data_ptr() != slot.view.data_ptr():
-                slot.shown = slot.view.detach()
+            if slot.part(slot.shown).data_ptr() != slot.view.data_ptr():
+                slot.shown = slot.show()
         self._shown = [slot.shown for slot in self._dense]
+        self._shown_parts = [slot.part(slot.shown) for slot in self._dense]
 
     def detach_gradients(self) -> list[ParameterSlot]:
         """Give gradients that still lie in the buckets memory of their own, so that the buckets can be let go."""
@@ -152,7 +159,7 @@ class Layout:
                 wire, bucket.wire = bucket.wire, None
                 group.release(wire)
         self.control_tensor = _NOTHING
-        self._shown = []
+        self._shown = self._shown_parts = []
 
 
 _NOTHING = torch.empty(0)

@@ -90,7 +90,7 @@ class Planner:
                 gradient = slot.parameter.grad
                 if self._slots.get(id(slot.parameter)) is slot and gradient is not None and not slot.bucket.spec.sparse:
                     slot.parameter.grad = slot.shown
-                    slot.view.copy_(gradient)
+                    slot.view.copy_(slot.part(gradient))
 
     def _lay_out(
         self,

@@ -226,6 +226,8 @@ class Reducer:
 
     def _make_hook(self, slot: ParameterSlot) -> Callable[[torch.Tensor], None]:
         """The plain arrival, in as few steps as possible: this runs once per parameter and step."""
+        if slot.spread is not None:  # a call more is nothing beside what such a type costs in every operation
+            return lambda _: self._arrive(slot)
         placement, intake = self.options.placement, self._intake
         owned, viewed = placement is Placement.OWNED, placement is Placement.VIEW
 
@@ -331,7 +333,11 @@ class Reducer:
 
     def _form(self, came: Sequence[ParameterSlot]) -> None:
         """Two steps have shown the same order of arrival: from now on, look at those that came once in runs."""
-        fit = [slot for slot in came if slot.seen == slot.expected == 1 and not slot.bucket.spec.sparse]
+        fit = [
+            slot
+            for slot in came
+            if slot.seen == slot.expected == 1 and not slot.bucket.spec.sparse and slot.spread is None
+        ]
         before, self._came_before = self._came_before, [id(slot) for slot in fit]
         if before != self._came_before or len(fit) < MIN_ROLLED or self.options.skip_unused_buckets:
             if before is not None:

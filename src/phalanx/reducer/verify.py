@@ -15,6 +15,7 @@ import torch
 
 from phalanx.comm.group import Group
 from phalanx.errors import MismatchError, PeerFailedError
+from phalanx.reducer.spread import spread_of
 
 VERIFY_WITHIN_S = 600.0  # one rank may load a checkpoint before it comes; one that died or failed is noticed at once
 
@@ -29,16 +30,23 @@ class TensorEntry:
     stride: tuple[int, ...]
     dtype: str
     trained: bool
+    spread: str = ""
+    """For a tensor of which the ranks hold parts: how. Shape and strides are then those of the part."""
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor, role: str) -> TensorEntry:
-        layout = tuple(tensor.stride()) if tensor.layout is torch.strided else ()
-        return cls(name, role, tuple(tensor.shape), layout, str(tensor.dtype), tensor.requires_grad)
+        spread = spread_of(tensor)
+        part = tensor if spread is None else spread.part(tensor)
+        layout = tuple(part.stride()) if part.layout is torch.strided else ()
+        how = "" if spread is None else spread.described(tensor)
+        return cls(name, role, tuple(part.shape), layout, str(part.dtype), tensor.requires_grad, how)
 
     def shown(self) -> str:
         trained = "" if self.trained or self.role == "buffer" else ", frozen"
+        spread = f", part of a {self.spread}" if self.spread else ""
         return (
-            f"{self.name} ({self.role} of shape {list(self.shape)}, {self.dtype}, strides {list(self.stride)}{trained})"
+            f"{self.name} ({self.role} of shape {list(self.shape)}, {self.dtype}, strides {list(self.stride)}"
+            f"{trained}{spread})"
         )
 
 

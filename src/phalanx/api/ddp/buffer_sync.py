@@ -11,6 +11,7 @@ from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocati
 
 from phalanx.comm.c10d import C10dGroup
 from phalanx.comm.coalesced import broadcast_coalesced
+from phalanx.reducer.spread import parts_of
 
 
 class BufferSync:
@@ -99,4 +100,4 @@ class BufferSync:
     def _distributed_broadcast_coalesced(
         self, tensors: Sequence[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
     ) -> None:
-        broadcast_coalesced(self._group(), tensors, source=authoritative_rank, piece_bytes=buffer_size)
+        broadcast_coalesced(self._group(), parts_of(tensors), source=authoritative_rank, piece_bytes=buffer_size)

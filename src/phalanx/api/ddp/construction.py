@@ -15,16 +15,15 @@ from phalanx.api.replicate import is_replicated
 from phalanx.comm.c10d import C10dGroup
 from phalanx.comm.coalesced import broadcast_coalesced
 from phalanx.errors import MismatchError
+from phalanx.reducer.spread import part_of, problem_with_spread
 from phalanx.reducer.verify import TensorEntry, verify_same
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def choose_group(
-    module: nn.Module, process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None
-) -> dist.ProcessGroup:
-    """The group to average over. For a slice of a larger mesh, the module's sharded parameters are made local first."""
+def choose_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> dist.ProcessGroup:
+    """The group to average over. Parameters that are DTensors over other axes of the mesh stay what they are."""
     if device_mesh is None:
         chosen = dist.distributed_c10d._get_default_group() if process_group is None else process_group
         if not isinstance(chosen, dist.ProcessGroup):  # what new_group returns to ranks that are not in it
@@ -34,10 +33,6 @@ def choose_group(
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
     if device_mesh.ndim != 1:
         raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
-    if device_mesh._get_root_mesh() != device_mesh:
-        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
-
-        _pre_dp_module_transform(module)
     return device_mesh.get_group(mesh_dim=0)
 
 
@@ -57,7 +52,9 @@ def choose_buffer_sync(broadcast_buffers: bool | None, forward_sync_buffers: boo
     return effective, effective
 
 
-def problem_with(module: nn.Module, parameters: Sequence[nn.Parameter], *, delayed: bool) -> Exception | None:
+def problem_with(
+    module: nn.Module, parameters: Sequence[nn.Parameter], ranks: Sequence[int], *, delayed: bool
+) -> Exception | None:
     """Why this module cannot be wrapped, as the error to raise. `delayed`: other parameters are reduced apart."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     if not delayed and not any(parameter.requires_grad for parameter in parameters):
@@ -81,7 +78,7 @@ def problem_with(module: nn.Module, parameters: Sequence[nn.Parameter], *, delay
                 f"{name or 'the module'} is already replicated: its gradients are averaged without a wrapper. "
                 "Use phalanx.replicate or DistributedDataParallel, not both"
             )
-    return None
+    return problem_with_spread([(names[id(parameter)], parameter) for parameter in parameters], ranks)
 
 
 def trained_parameters(module: nn.Module, ignored: Collection[str]) -> list[tuple[str, nn.Parameter]]:
@@ -122,7 +119,7 @@ def sync_module_states(
     group: C10dGroup, module: nn.Module, ignored: Collection[str], *, source: int, buffers: bool
 ) -> None:
     """Copy one rank's parameters, and its buffers if asked to, to all others. Collective."""
-    state = [parameter.detach() for name, parameter in module.named_parameters() if name not in ignored]
+    state = [part_of(parameter).detach() for name, parameter in module.named_parameters() if name not in ignored]
     if buffers:
-        state += [buffer for name, buffer in module.named_buffers() if name not in ignored]
+        state += [part_of(buffer) for name, buffer in module.named_buffers() if name not in ignored]
     broadcast_coalesced(group, state, source=source)

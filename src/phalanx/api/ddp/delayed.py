@@ -18,6 +18,7 @@ from phalanx.reducer.grad_hooks import hook_gradient
 from phalanx.reducer.options import ReducerOptions
 from phalanx.reducer.plan import BucketPolicy
 from phalanx.reducer.reducer import Reducer
+from phalanx.reducer.spread import part_of
 from phalanx.reducer.verify import TensorEntry, verify_same
 from phalanx.reducer.watch import expects_sparse
 
@@ -67,7 +68,7 @@ class DelayedReduction:
     ) -> None:
         group = group_of(own_group(process_group))
         verify_same(group, [TensorEntry.of(name, parameter, "delayed parameter") for name, parameter in named])
-        broadcast_coalesced(group, [parameter.detach() for _, parameter in named], source=0)
+        broadcast_coalesced(group, [part_of(parameter).detach() for _, parameter in named], source=0)
         # All in one, but for the last and smallest: the bucket that ends the step waits for the end of backward.
         policy = BucketPolicy(sys.maxsize, sys.maxsize, last_bucket_bytes=min(_num_bytes(p) for _, p in named))
         self.engine = Reducer(
@@ -203,4 +204,4 @@ def group_of_engine(engine: Reducer) -> dist.ProcessGroup:
 
 
 def _num_bytes(parameter: torch.Tensor) -> int:
-    return parameter.numel() * parameter.element_size()
+    return part_of(parameter).numel() * parameter.element_size()

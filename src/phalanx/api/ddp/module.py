@@ -91,7 +91,7 @@ class DistributedDataParallel(BufferSync, DelayedParameters, TorchDDP):
         precision = precision_of(mixed_precision)
         if precision is not None and (misfit := precision.problem_with(module)) is not None:
             raise misfit
-        self.process_group = choose_group(module, process_group, device_mesh)
+        self.process_group = choose_group(process_group, device_mesh)
         if device_mesh is not None:
             self.device_mesh = device_mesh
         delayed = [] if delay_problem is not None else list(delay_all_reduce_named_params or ())
@@ -163,7 +163,12 @@ class DistributedDataParallel(BufferSync, DelayedParameters, TorchDDP):
         problem: Exception | None = None,
     ) -> None:
         """Look at what is to be wrapped. A rank that cannot go on says why to the others, which come to verify."""
-        problem = problem or problem_with(module, self._module_parameters, delayed=bool(self._delay_all_reduce_params))
+        problem = problem or problem_with(
+            module,
+            self._module_parameters,
+            dist.get_process_group_ranks(self.process_group),
+            delayed=bool(self._delay_all_reduce_params),
+        )
         parameters = self._module_parameters or self._delay_all_reduce_params
         try:
             devices = None if problem is not None else Devices.of(parameters, device_ids, output_device)
