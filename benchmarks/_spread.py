@@ -33,3 +33,14 @@ def spread(values: Sequence[float]) -> Spread:
 def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Spread:
     """Of measurements taken side by side, round by round."""
     return spread([top / bottom for top, bottom in zip(numerators, denominators, strict=True)])
+
+
+def ratio_of_medians(numerators: Sequence[float], denominators: Sequence[float]) -> Spread:
+    """Of small differences, whose ratio within a round means nothing; the rounds are resampled together."""
+    source, pairs = random.Random(0), list(zip(numerators, denominators, strict=True))
+
+    def ratio(drawn: Sequence[tuple[float, float]]) -> float:
+        return statistics.median(top for top, _ in drawn) / statistics.median(bottom for _, bottom in drawn)
+
+    ratios = sorted(ratio(source.choices(pairs, k=len(pairs))) for _ in range(NUM_RESAMPLES))
+    return Spread(ratio(pairs), ratios[int(0.025 * NUM_RESAMPLES)], ratios[int(0.975 * NUM_RESAMPLES) - 1])

@@ -19,7 +19,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent))
 
 from _gpu_models import TASKS, GpuTask
-from _spread import paired_ratio, spread
+from _spread import ratio_of_medians, spread
 
 import phalanx as px
 from phalanx.api.replicate import replica_of
@@ -104,84 +106,99 @@ class Trainer:
         return (time.perf_counter() - began) / num_steps * 1e3
 
 
-def _peak_mib(task: GpuTask, wrap: Callable[[nn.Module], nn.Module]) -> float:
-    """The most that a step holds, above what the task's batch takes, with no other variant beside it."""
-    gc.collect()
+def _peak_mib(name: str, variant: str) -> float:
+    """The most that a step holds beyond the task's batch. In a process of its own: nothing else is there."""
+    _start(port=29578 + random.randrange(20000))
+    task = TASKS[name]()
     held = torch.cuda.memory_allocated()
-    trainer = Trainer(task, wrap)
+    trainer = Trainer(task, VARIANTS[variant])
     trainer.timed(5)
     torch.cuda.reset_peak_memory_stats()
     trainer.timed(2)
     return (torch.cuda.max_memory_allocated() - held) / 2**20
 
 
-def measure(name: str, *, rounds: int, num_steps: int) -> dict[str, Any]:
+def measure_memory(names: list[str]) -> dict[str, dict[str, float]]:
+    with ProcessPoolExecutor(max_workers=6, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
+        asked = {(name, variant): pool.submit(_peak_mib, name, variant) for name in names for variant in VARIANTS}
+        return {name: {variant: asked[name, variant].result() for variant in VARIANTS} for name in names}
+
+
+def measure(name: str, *, seconds: float) -> dict[str, Any]:
     task = TASKS[name]()
-    peaks = {variant: _peak_mib(task, wrap) for variant, wrap in VARIANTS.items()}
-    trainers: dict[str, Trainer] = {}
-    for variant, wrap in VARIANTS.items():
-        trainers[variant] = Trainer(task, wrap)
-        trainers[variant].timed(6)
+    trainers = {variant: Trainer(task, wrap) for variant, wrap in VARIANTS.items()}
+    for trainer in trainers.values():
+        trainer.timed(6)
     times: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
     order = list(VARIANTS)
-    for _ in range(rounds):
+    gc.collect()
+    gc.disable()  # its pauses are longer than what is measured
+    began, num_rounds = time.perf_counter(), 0
+    while num_rounds < 3 or time.perf_counter() - began < seconds:
+        num_rounds += 1
         random.shuffle(order)
         for variant in order:
-            trainers[variant].timed(1)
-            times[variant].append(trainers[variant].timed(num_steps))
+            times[variant].append(trainers[variant].timed(1))
+        if num_rounds % 20 == 0:
+            gc.collect()
+    gc.enable()
     best = min(("torch", "torch plain"), key=lambda variant: statistics.median(times[variant]))
     result: dict[str, Any] = {
         "model": name,
         "about": task.about,
         "num_parameters": sum(1 for _ in task.make().parameters()),
         "best": best,
+        "rounds": num_rounds,
         "ms": {variant: vars(spread(values)) for variant, values in times.items()},
-        "peak MiB": peaks,
-        "overhead / torch's": {},
+        "overhead": {},
     }
-    base = [a - b for a, b in zip(times[best], times["bare"], strict=True)]
-    for variant in ("replicate", "our DDP", "skips"):
-        extra = [a - b for a, b in zip(times[variant], times["bare"], strict=True)]
-        result["overhead / torch's"][variant] = {
-            "of medians": statistics.median(extra) / statistics.median(base),
-            **vars(paired_ratio(extra, base)),
+    extra = {variant: [a - b for a, b in zip(times[variant], times["bare"], strict=True)] for variant in VARIANTS}
+    for variant in VARIANTS:
+        result["overhead"][variant] = {
+            "ms": vars(spread(extra[variant])),
+            "of torch's": vars(ratio_of_medians(extra[variant], extra[best])),
         }
     return result
 
 
 def show(result: dict[str, Any]) -> None:
-    print(f"\n{result['about']}, {result['num_parameters']} parameters; torch's best: {result['best']}")
+    about = f"{result['about']}, {result['num_parameters']} parameters, {result['rounds']} rounds"
+    print(f"\n{about}; torch's best: {result['best']}")
     for variant, value in result["ms"].items():
-        peak, ratio = result["peak MiB"][variant], result["overhead / torch's"].get(variant)
-        line = (
-            f"  {variant:12} {value['median']:8.2f} ms [{value['low']:.2f}, {value['high']:.2f}]  peak {peak:8.1f} MiB"
-        )
-        if ratio is not None:
-            line += f"   overhead {ratio['of medians']:.2f} of torch's [{ratio['low']:.2f}, {ratio['high']:.2f}]"
+        extra, ratio = result["overhead"][variant]["ms"], result["overhead"][variant]["of torch's"]
+        adds = f"{extra['median']:7.2f} [{extra['low']:.2f}, {extra['high']:.2f}]"
+        line = f"  {variant:12} {value['median']:8.2f} ms  adds {adds}"
+        if "peak MiB" in result:
+            line += f"  peak {result['peak MiB'][variant]:8.1f} MiB"
+        if variant not in ("bare", result["best"]):
+            line += f"   {ratio['median']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}] of torch's"
         print(line)
     sys.stdout.flush()
+
+
+def _start(port: int) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", WORLD_SIZE="1")
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--models", default=",".join(TASKS))
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=40.0, help="of measuring per model")
     parser.add_argument("--quick", action="store_true", help="few rounds: that it runs, not what it measures")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("this benchmark needs a GPU: nothing measured")
         return
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ.get("MASTER_PORT", "29577"), RANK="0", WORLD_SIZE="1"
-    )
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl")
-    rounds = 3 if arguments.quick else arguments.rounds
+    names = arguments.models.split(",")
+    peaks = {} if arguments.quick else measure_memory(names)
+    _start(port=29577)
     results = []
-    for name in arguments.models.split(","):
-        results.append(measure(name, rounds=rounds, num_steps=arguments.steps))
+    for name in names:
+        result = measure(name, seconds=1.0 if arguments.quick else arguments.seconds)
+        results.append({**result, "peak MiB": peaks[name]} if peaks else result)
         show(results[-1])
         torch.cuda.empty_cache()
     if arguments.json:

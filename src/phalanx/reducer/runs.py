@@ -14,7 +14,7 @@ import torch
 from phalanx.reducer.bucket import Bucket, ParameterSlot
 
 RUN_BYTES_CPU = 256 * 1024
-RUN_BYTES_ELSEWHERE = 32 * 1024 * 1024
+RUN_BYTES_ELSEWHERE = 64 * 1024 * 1024
 # On the CPU, from this size on, multiplying while copying is cheaper than multiplying what was copied.
 LARGE_BYTES_CPU = 32 * 1024
 
