@@ -23,7 +23,8 @@ from phalanx.api.step_in_backward import step_in_backward
 from phalanx.api.sync_batch_norm import SyncBatchNorm, synchronize_batch_norm
 from phalanx.api.world import World, init, shutdown
 from phalanx.comm import shm
-from phalanx.compose import tensor_parallel
+from phalanx.compose import compile as compiling
+from phalanx.compose import rpc, tensor_parallel
 from phalanx.compose.swap import swap_ddp
 from phalanx.data import DistributedSampler, gather_exact
 from phalanx.optim.averagers import PeriodicModelAverager
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from phalanx.optim.post_local_sgd import PostLocalSGDOptimizer
 
 shm.register()
+compiling.register()
+rpc.register()
 tensor_parallel.register()
 
 __version__ = "0.1.0"

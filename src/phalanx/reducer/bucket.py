@@ -150,7 +150,7 @@ class Bucket:
             []
             if spec.sparse
             else [
-                _view(self.gradients, offset, specs[index])
+                gradient_view(self.gradients, offset, specs[index])
                 for offset, index in zip(spec.offsets, spec.parameters, strict=True)
             ]
         )
@@ -196,7 +196,7 @@ class Bucket:
         self.sparse_sum = None
 
 
-def _view(flat: torch.Tensor, offset: int, spec: ParameterSpec) -> torch.Tensor:
+def gradient_view(flat: torch.Tensor, offset: int, spec: ParameterSpec) -> torch.Tensor:
     """A gradient's place in the buffer, laid out in memory as its parameter is (channels-last stays channels-last)."""
     piece = flat[offset : offset + spec.numel]
     if _is_dense(spec):

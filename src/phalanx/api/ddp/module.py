@@ -6,6 +6,7 @@ import copy
 import logging
 import time
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,8 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _tree_flatten_with_rref
 
-from phalanx.api import optimizer_watch
+from phalanx.api import engines, optimizer_watch
+from phalanx.api.ddp import contexts
 from phalanx.api.ddp.buffer_sync import BufferSync
 from phalanx.api.ddp.construction import (
     choose_buffer_sync,
@@ -248,6 +250,10 @@ class DistributedDataParallel(BufferSync, DelayedParameters, TorchDDP):
             find_unused=self.find_unused_parameters,
             on_error=self.logger.set_error_and_log,
         )
+        contexts.remember(self._engine)
+        engines.add(self._engine)
+        self._contexts: contexts.ContextGradients | None = None
+        self._shadows_context = False
         has_sync_bn = any(isinstance(submodule, nn.SyncBatchNorm) for submodule in self.module.modules())
         self.logger.set_construction_data(self, has_sync_bn=has_sync_bn)
         self._passing_sync_batchnorm_handle(self.module)
@@ -274,7 +280,7 @@ class DistributedDataParallel(BufferSync, DelayedParameters, TorchDDP):
         self._check_default_group()
         state = copy.copy(self.__dict__)
         local = ("process_group", "reducer", "logger", "_engine", "_watched", "_hook_call", "_lowering")
-        for name in (*local, "_delayed", "_watched_delay"):
+        for name in (*local, "_delayed", "_watched_delay", "_contexts"):
             state.pop(name, None)
         state["_comm_hooks"] = []  # as with torch, hooks are registered anew: their state may hold a process group
         state["broadcast_buffers"] = self.forward_sync_buffers  # a property: torch's own class reads it, old and new
@@ -326,7 +332,6 @@ class DistributedDataParallel(BufferSync, DelayedParameters, TorchDDP):
         finally:
             self.require_backward_grad_sync = before
 
-    @torch._disable_dynamo(recursive=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
@@ -338,9 +343,9 @@ class DistributedDataParallel(BufferSync, DelayedParameters, TorchDDP):
             return self._post_forward(output)
 
     @contextmanager
-    @torch._disable_dynamo(recursive=False)
     def _inside_ddp_forward(self) -> Iterator[None]:
         # On torch's own class: that is where torch.compile looks for the module whose graph it may split.
+        engines.forward_begins()
         before = TorchDDP._active_ddp_module
         TorchDDP._active_ddp_module = self
         try:
@@ -410,6 +415,11 @@ class DistributedDataParallel(BufferSync, DelayedParameters, TorchDDP):
             return output
         if self._check_sync_bufs_post_fwd():
             self._sync_buffers()
+        if torch.is_grad_enabled() and contexts.in_use():
+            gradients = self._context_gradients()
+            gradients.watch()
+            if (context := contexts.current()) is not None:
+                return self._announce_in_context(gradients, context, output)
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self.require_forward_param_sync = True
             self.reducer.prepare_for_backward(())
@@ -422,6 +432,25 @@ class DistributedDataParallel(BufferSync, DelayedParameters, TorchDDP):
         if self.find_unused_parameters and not self.static_graph and self._ddp_sink_clone:
             output = _cloned(output)
         self._clear_grad_buffer()
+        return output
+
+    def _context_gradients(self) -> contexts.ContextGradients:
+        if self._contexts is None:
+            finds_unused = self.find_unused_parameters or self.static_graph
+            self._contexts = contexts.make(self._engine, finds_unused=finds_unused, announced=self.reducer.is_armed)
+            self.reducer.contexts = weakref.ref(self._contexts)
+        return self._contexts
+
+    def _announce_in_context(self, gradients: contexts.ContextGradients, context: int, output: Any) -> Any:
+        """Backward will run in a context and leave gradients there: what averages them is not the engine."""
+        if self._delay_all_reduce_params:
+            raise RuntimeError("delay_all_reduce_named_params does not work in a context of distributed autograd")
+        self.reducer._check_reducer_finalized()
+        syncs = self.require_forward_param_sync = self.require_backward_grad_sync
+        output = gradients.forward_ended(context, output, syncs=syncs, divisor=self.reducer.take_divisor())
+        assert self.logger is not None
+        if syncs:
+            self.logger.forward_ended(time.perf_counter_ns())
         return output
 
     # -- hooks ----------------------------------------------------------------------------------------------------
@@ -469,12 +498,32 @@ class DistributedDataParallel(BufferSync, DelayedParameters, TorchDDP):
         self._authoritative_rank = self._find_common_rank(self._distributed_rank, is_last_joiner)
         self._sync_module_states(source=self._authoritative_rank, buffers=self.forward_sync_buffers)
 
+    def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> bool | None:
+        """Tell ranks that have run out whether this forward's backward synchronises, and whether in a context."""
+        syncs = not is_joined_rank and self.require_backward_grad_sync
+        in_context = syncs and torch.is_grad_enabled() and contexts.current() is not None
+        said = torch.tensor([float(syncs), float(in_context)], device=self.device)
+        work = dist.all_reduce(said, group=self.process_group, async_op=True)
+        if not is_joined_rank:
+            return None
+        assert work is not None
+        work.wait()
+        num_syncing, num_in_context = (round(number) for number in said.tolist())
+        if 0 < num_in_context < num_syncing:
+            error = f"{num_in_context} of {num_syncing} ranks ran this forward in a context of distributed autograd"
+            raise RuntimeError(f"{error}: all must, or none")
+        self._shadows_context = num_in_context > 0
+        return num_syncing > 0
+
     def _match_all_reduce_for_bwd_pass(self) -> None:
         """A rank that has run out takes part in the others' step with zeros, and leaves its own gradients alone."""
         engine = self._engine
         # Of several that are joined together only the first counts who is left; the others divide by all, as in torch.
         by_initial_size = bool(self._divide_by_initial_world_size) or not self._join_config.is_first_joinable
         engine.divisor = None if by_initial_size else 1  # as on the others: the same reduction, whatever they divide by
+        if self._shadows_context:
+            self._context_gradients().shadow(divisor=engine.divisor)
+            return
         own = [(slot.parameter, slot.parameter.grad, slot.dirty) for slot in engine.slots]
         in_bucket = {
             id(p): grad.clone() for (p, grad, _), slot in zip(own, engine.slots, strict=True) if grad is slot.shown
@@ -545,6 +594,7 @@ class DistributedDataParallel(BufferSync, DelayedParameters, TorchDDP):
         """Average over another group from now on. A rank that is not in it keeps its model and does not take part."""
         self._has_rebuilt_buckets = False
         self.reducer._reset_state()
+        self._contexts = None  # it sends on the old group
         if isinstance(new_process_group, dist.ProcessGroup):
             self.process_group = new_process_group
             self.reducer._update_process_group(new_process_group)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from phalanx.api.ddp.contexts import ContextGradients
 from phalanx.errors import ReducerStateError
 from phalanx.hooks.builtin import summed
 from phalanx.hooks.call import WeakHookCall
@@ -26,6 +27,9 @@ class TorchReducer:
         self.armed = False
         self.owes_step = False
         """Whether a forward pass announced a step that has not taken place yet."""
+        self.contexts: Callable[[], ContextGradients | None] = lambda: None
+        """What averages gradients that are left in a context, once RPC is in use: a weak reference, as it keeps the
+        nodes of the parameters, and their hooks lead here."""
         self._num_plans = engine.stats.num_plans
         self._process_group = process_group
         self._find_unused = find_unused
@@ -36,6 +40,8 @@ class TorchReducer:
         engine.on_report.append(lambda _: self._after_step())
 
     def _gate(self) -> bool:
+        if not self.armed and (gradients := self.contexts()) is not None:
+            gradients.check_plain_pass()
         return self.armed
 
     def _after_step(self) -> None:
@@ -55,16 +61,22 @@ class TorchReducer:
     def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:
         """A forward pass is over, and its backward will synchronise. `outputs` are not needed: what arrives, arrives."""
         self._check_reducer_finalized()
-        self.engine.divisor = None
-        if self._joined is not None:
-            work, by_initial_size = self._joined
-            work.wait()
-            self.engine.divisor = None if by_initial_size else int(work.result()[0].item())
-            self._joined = None
+        self.engine.divisor = self.take_divisor()
         self.armed = self.owes_step = True
         if self._find_unused:
             with torch.autograd.profiler.record_function("search_unused_parameters"):
                 pass
+
+    def take_divisor(self) -> int | None:
+        """What to divide the next step's sum by, where that is not the number of ranks: of some, inputs have run out."""
+        if self._joined is None:
+            return None
+        (work, by_initial_size), self._joined = self._joined, None
+        work.wait()
+        return None if by_initial_size else int(work.result()[0].item())
+
+    def is_armed(self) -> bool:
+        return self.armed
 
     def disarm(self) -> None:
         self.armed = self.owes_step = False
@@ -135,6 +147,8 @@ class TorchReducer:
 
     def _remove_autograd_hooks(self) -> None:
         self.engine.remove_hooks()
+        if (gradients := self.contexts()) is not None:
+            gradients.close()
 
     def _reset_state(self) -> None:
         self.engine.reset()
