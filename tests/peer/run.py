@@ -38,6 +38,7 @@ class Suite:
     environment: dict[str, str] = field(default_factory=dict)
     only: tuple[str, ...] = ("",)
     without: tuple[str, ...] = ()
+    driver: str = "torch_tests.py"
 
     def names(self) -> list[str]:
         listed = (HERE / self.tests).read_text().split()
@@ -69,6 +70,11 @@ def _all_to_all(world_size: int) -> Suite:
     return Suite("collective_tests.txt", "", environment, only=("all_to_all",), without=without)
 
 
+def _rpc() -> Suite:
+    """All must pass, as they do with torch's own class."""
+    return Suite("rpc_tests.txt", "", {"SWAP": "phalanx"}, driver="torch_rpc_tests.py")
+
+
 def _sampling(world_size: int) -> Suite:
     """The averager and sampler tests, which are listed with the collectives, with our classes in torch's place."""
     environment = {"SWAP": "phalanx", "WORLD_SIZE": str(world_size)}
@@ -88,6 +94,7 @@ SUITES = {
     "sampling2": _sampling(2),
     "sampling3": _sampling(3),
     "sampling4": _sampling(4),
+    "rpc": _rpc(),
 }
 
 # Tests that pass with torch's own and not with ours, each with the reason (docs/parity.md says more). `run` takes the
@@ -101,12 +108,12 @@ DIFFERENT = {
 TOO_LONG = {"test_ddp_uneven_inputs"}
 
 
-def outcomes(names: list[str], environment: dict[str, str]) -> Iterator[dict[str, Any]]:
+def outcomes(names: list[str], environment: dict[str, str], driver: str) -> Iterator[dict[str, Any]]:
     """One process runs test after test with forked ranks; after a hang or a crash a new one goes on behind it."""
     left = list(names)
     while left:
         child = subprocess.Popen(
-            [sys.executable, str(HERE / "torch_tests.py"), "--lines", *left],
+            [sys.executable, str(HERE / driver), "--lines", *left],
             env={**os.environ, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -158,7 +165,7 @@ def run(title: str, suite: Suite, chosen: list[str]) -> list[str]:
     must = suite.must_pass()
     count: Counter[str] = Counter()
     broken = []
-    for record in outcomes(names, suite.environment):
+    for record in outcomes(names, suite.environment, suite.driver):
         name, outcome = record["test"], record["outcome"]
         count[outcome] += 1
         passed = outcome == "passed"

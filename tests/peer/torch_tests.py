@@ -16,10 +16,7 @@ import functools
 import importlib
 import json
 import os
-import re
 import sys
-import time
-import unittest
 
 os.environ.setdefault("BACKEND", "gloo")
 os.environ.setdefault("WORLD_SIZE", "2")
@@ -34,6 +31,7 @@ import torch.distributed.algorithms.model_averaging.hierarchical_model_averager
 import torch.distributed.optim.post_localSGD_optimizer
 import torch.nn.parallel.distributed
 import torch.utils.data.distributed
+from lines import Lines
 from one_device import on_one_device, share
 
 AVERAGING = torch.distributed.algorithms.model_averaging
@@ -103,36 +101,11 @@ class TestPeer(distributed_test.TestDistBackend, distributed_test.DistributedTes
             self._start_processes(torch.multiprocessing.get_context("fork").Process)
 
 
-class _Lines(unittest.TestResult):
-    """Prints a line of JSON as each test ends."""
-
-    def startTest(self, test):
-        super().startTest(test)
-        self.name, self.outcome, self.why, self.began = test._testMethodName, "passed", "", time.time()
-        print(json.dumps({"began": self.name}), flush=True)
-
-    def note(self, outcome, why):
-        self.outcome, self.why = outcome, why
-
-    def addSkip(self, test, reason):
-        self.note("skipped", reason)
-
-    def addFailure(self, test, error):
-        errors = re.findall(r"^(?:\w+\.)*\w*(?:Error|Exception)\b.*", str(error[1]), flags=re.M)
-        self.note("failed", (errors[-1] if errors else str(error[1]).strip().splitlines()[-1])[:160])
-
-    addError = addFailure
-
-    def stopTest(self, test):
-        took = round(time.time() - self.began, 1)
-        print(json.dumps({"test": self.name, "outcome": self.outcome, "why": self.why, "seconds": took}), flush=True)
-
-
 if __name__ == "__main__":
     initialize_temp_directories()
     if sys.argv[1:2] == ["--lines"]:
         for test in sys.argv[2:]:
-            TestPeer(test).run(_Lines()) if hasattr(TestPeer, test) else print(
+            TestPeer(test).run(Lines()) if hasattr(TestPeer, test) else print(
                 json.dumps({"test": test, "outcome": "absent", "why": "not in this torch", "seconds": 0}), flush=True
             )
     else:
