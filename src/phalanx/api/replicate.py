@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from phalanx.api import optimizer_watch
+from phalanx.api import engines, optimizer_watch
 from phalanx.api.buffers import BufferPolicy, BufferSync, check_policy
 from phalanx.api.lowering import Lowering
 from phalanx.api.precision import Precision
@@ -212,6 +212,7 @@ class Replica:
         self.reducer.own_flags = self._flags
         self.reducer.on_report = [self._after_change, self.buffers.after_step, self._say_unused]
         optimizer_watch.watch(self)
+        engines.add(self.reducer)
         if lowering is not None:
             lowering.install()
 
@@ -323,6 +324,7 @@ def unreplicate(module: ModuleT) -> ModuleT:
         _watches.pop(module, None)
         if replica.lowering is not None:
             replica.lowering.remove()
+        engines.remove(replica.reducer)
         replica.reducer.close()
         optimizer_watch.unwatch(replica)
     return module

@@ -1,0 +1,33 @@
+"""What the compiler must not look into. Said in ways that do not load it, as its own decorators do.
+
+Where it captures a caller, a marked function breaks the graph there, and is called as it is. Where such a function is
+about to run by itself, its frame is passed over; and all that it calls too, or else these are compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from phalanx.api.ddp import DistributedDataParallel
+
+_eval_frame = torch._C._dynamo.eval_frame
+
+
+def mark() -> None:
+    pass_over(DistributedDataParallel.forward, because="it prepares and ends a step of DistributedDataParallel")
+    pass_over(DistributedDataParallel._run_ddp_forward)
+    pass_over(DistributedDataParallel._inside_ddp_forward.__wrapped__)  # type: ignore[attr-defined]
+    pass_over(DistributedDataParallel._pre_forward, with_all_it_calls=True)
+    pass_over(DistributedDataParallel._post_forward, with_all_it_calls=True)
+
+
+def pass_over(function: Callable[..., Any], *, because: str = "", with_all_it_calls: bool = False) -> None:
+    """Let torch.compile run this function as it is, and what it calls as well if so said."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = because or None  # type: ignore[attr-defined]
+    skip, default = _eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT
+    strategy = _eval_frame._FrameExecStrategy(skip, skip if with_all_it_calls else default)
+    _eval_frame.set_code_exec_strategy(function.__code__, strategy)
