@@ -37,8 +37,11 @@ class LoggingData:
     ints_map: dict[str, int] = field(default_factory=dict)
 
 
-class Logger:
+class Logger(dist.Logger):
     """Collects logging data for one DDP module.
+
+    It is one of torch's for functions that take one (and note their errors in it), which needs a reducer of torch's: an
+    idle one, of a parameter and a group of its own.
 
     As with torch, what is known of steps is of the step before the forward that samples it: the first ten, then one in a
     hundred (or what `_set_ddp_runtime_logging_sample_rate` says). Under TORCH_DISTRIBUTED_DEBUG the data go to Python's
@@ -46,6 +49,10 @@ class Logger:
     """
 
     def __init__(self, engine: Reducer) -> None:
+        nobody = dist.ProcessGroup(0, 1)  # type: ignore[call-arg]  # without a store: it never communicates
+        idle = dist.Reducer([torch.nn.Parameter(torch.zeros(1))], [[0]], [1], nobody)
+        super().__init__(idle)
+        self._idle = idle
         self._engine = engine
         self._data = LoggingData()
         self._num_forwards = 0
@@ -203,5 +210,8 @@ class Logger:
         data = {**self._data.strs_map, **self._data.ints_map}
         return "\n".join(f"  {key}: {data[key]}" for key in sorted(data))
 
-    def _get_ddp_logging_data(self) -> LoggingData:
+    def _get_ddp_logging_data(self) -> LoggingData:  # type: ignore[override]  # torch's own class cannot be made
+        noted = super()._get_ddp_logging_data().strs_map.get("error")
+        if noted and not self._data.ints_map.get("has_error"):
+            self.set_error_and_log(noted)
         return self._data
