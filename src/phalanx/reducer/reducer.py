@@ -119,6 +119,7 @@ class Reducer:
         )
         self._said = Report(None, [], [], [])  # by this rank, of the step under way
         self._awaited: DeferredReport | None = None  # the last step's report, where it was not read yet
+        self._hindsight: PhalanxError | None = None  # what it said, to be raised when the step under way is over
         self.planner = Planner(group, self.options, make_hook=self._make_hook, on_plan=self._planned)
         self.planner.start(named_parameters, sparse or [False] * len(named_parameters), "construction")
 
@@ -188,7 +189,8 @@ class Reducer:
         self.planner.let_go()
         self.group = self.planner.group = self._carrier.group = group
         self._serial = group.next_serial()
-        self._broken = None
+        self._broken = self._hindsight = None
+        self._awaited = None  # nor may what the old group's ranks had to say ever be there to read
         self._weight_unit = 1.0
         self.planner.start_over("a new group")
 
@@ -553,6 +555,7 @@ class Reducer:
             except PhalanxError as error:  # all ranks compare at this point: each finds out by itself
                 self._break(error, tell=False)
                 raise
+            self._raise_hindsight()
 
     def synchronize(self) -> None:
         """Take part in a step without a backward pass: reduce what is unsynchronised here, and zeros for the rest.
@@ -856,7 +859,11 @@ class Reducer:
         return layout.control.expected(said.flags[0] | Flag.TRAINING)
 
     def _read_awaited(self) -> None:
-        """Before a step sends anything: what the others had to say of the last one, where this rank has gone on."""
+        """Before a step sends anything: what the others had to say of the last one, where this rank has gone on.
+
+        An error in it is raised when this step is over. Raised now, this rank would send nothing, and the others, who
+        have known since the last step, would add up their gradients of this one with this rank's of the next.
+        """
         if self._awaited is None or is_capturing(self.layout.control_tensor.device):
             return
         awaited, self._awaited = self._awaited, None
@@ -865,15 +872,15 @@ class Reducer:
             return
         failed = report.ranks_with(Flag.FAILED)
         if failed:
-            raise PeerFailedError(
-                f"rank {failed[0]} raised in its backward pass of the step before this one, which this rank has "
-                "finished: its gradients lacked that rank's part. Go back to a checkpoint, or stop",
+            self._hindsight = PeerFailedError(
+                f"rank {failed[0]} raised in its backward pass of step {self.step - 1}, the step before this one, which "
+                "this rank has finished: its gradients lacked that rank's part. Go back to a checkpoint, or stop",
                 failed_ranks=failed,
                 rank=self.group.rank,
                 step=self.step - 1,
             )
-        if report.ranks_with(Flag.WEIGHTED):
-            self._apply_weights(report)  # raises: this rank gave none
+        elif wrong := self._wrong_weights(report):  # this rank gave none
+            self._hindsight = ReducerStateError(wrong, rank=self.group.rank, step=self.step - 1)
         for action in self.on_report if report.ranks_with(Flag.CHANGED) else ():
             action(report)
 
@@ -919,22 +926,31 @@ class Reducer:
             )
             self._drop(error)
 
+    def _raise_hindsight(self) -> None:
+        error, self._hindsight = self._hindsight, None
+        if error is not None:
+            raise error
+
+    def _wrong_weights(self, report: Report) -> str:
+        """What is wrong with the weights that the ranks gave; nothing in most steps."""
+        weighted, out = report.ranks_with(Flag.WEIGHTED), report.ranks_with(Flag.OUT)
+        missing = [rank for rank in range(self.group.size) if weighted and rank not in weighted and rank not in out]
+        if missing:
+            return f"ranks {weighted} gave a weight for this step, ranks {missing} did not: give one on all, or on none"
+        total = _total_weight(report)
+        if weighted and total <= 0:
+            return f"the weights of all ranks add up to {total:g}: at least one must be positive"
+        return ""
+
     def _apply_weights(self, report: Report) -> None:
         weighted, out = report.ranks_with(Flag.WEIGHTED), report.ranks_with(Flag.OUT)
         self.share = 1 / (self.divisor or self.group.size)
         if not weighted and not out:
             return
-        missing = [rank for rank in range(self.group.size) if weighted and rank not in weighted and rank not in out]
-        total = sum(weight for rank, weight in enumerate(report.weights) if rank not in out or not weighted)
-        wrong = ""
-        if missing:
-            wrong = (
-                f"ranks {weighted} gave a weight for this step, ranks {missing} did not: give one on all, or on none"
-            )
-        elif weighted and total <= 0:
-            wrong = f"the weights of all ranks add up to {total:g}: at least one must be positive"
+        wrong = self._wrong_weights(report)
         if wrong:
             self._drop(ReducerStateError(wrong, rank=self.group.rank, step=self.step))
+        total = _total_weight(report)
         if total == 0:
             return  # all ranks are out
         # A hook averages over all ranks by itself.
@@ -964,3 +980,9 @@ class Reducer:
             self._form(self._came)
         self._came = None
         self.planner.agree_on_order()
+
+
+def _total_weight(report: Report) -> float:
+    """Of those that count: who is out of a weighted step does not."""
+    weighted, out = report.ranks_with(Flag.WEIGHTED), report.ranks_with(Flag.OUT)
+    return sum(weight for rank, weight in enumerate(report.weights) if rank not in out or not weighted)

@@ -1,0 +1,245 @@
+"""Reports that are read when the next step begins, as on a GPU: here the group is told to be one that streams wait for.
+
+What a rank has to tell then reaches the others a step later. Everything else must be as ever.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.ranks.pairs import Pair, square_loss
+from tests.ranks.replicas import (
+    SMALL,
+    assert_gradients,
+    average_gradients,
+    batch,
+    check_steps,
+    flush_engine,
+    mlp,
+    plain_loss,
+)
+from torch import nn
+
+import phalanx as px
+from phalanx.api.replicate import replica_of
+from phalanx.comm.c10d import C10dGroup
+from phalanx.errors import PeerFailedError, PhalanxError, ReducerStateError
+from phalanx.testing import run_ranks
+
+everywhere = pytest.mark.parametrize("where", ["gloo 2", "gloo 3", "phalanx 2", "phalanx 3"])
+
+
+def in_ranks(where: str, *bodies: Callable[[], None]) -> None:
+    backend, world_size = where.split()
+    run_ranks(deferring, int(world_size), bodies, backend=backend, timeout_s=50)
+
+
+def deferring(bodies: Sequence[Callable[[], None]]) -> None:
+    C10dGroup.waits_on_streams = lambda self, device: True  # type: ignore[method-assign]
+    for body in bodies:
+        body()
+
+
+def defers(model: nn.Module) -> bool:
+    """Whether the last step's report is still to be read."""
+    engine = getattr(model, "_engine", None) or replica_of(model).reducer
+    return engine._awaited is not None
+
+
+def branches(count: int = 4) -> nn.Module:
+    from tests.ranks.test_replicate_unused import Branches
+
+    return Branches(count)
+
+
+# -- alike on all ranks ------------------------------------------------------------------------------------------------
+
+
+def regular() -> None:
+    for options in ({}, {"gradient_as_bucket_view": True}, {"static_graph": True}, {"find_unused_parameters": True}):
+        pair = Pair.of(mlp, **options)
+        # Of more than two ranks ours are added up in another order where the group averages.
+        close = {} if dist.get_world_size() == 2 else {"rtol": 1e-5, "atol": 1e-6}
+        pair.train(square_loss, steps=8, **close)
+        assert defers(pair.ours)
+    model = px.replicate(mlp(), **SMALL)
+    check_steps(model, mlp(), plain_loss, steps=8)
+    assert defers(model)
+
+
+def unused() -> None:
+    last = dist.get_world_size() - 1
+
+    def by_one(m: nn.Module, rank: int, step: int) -> torch.Tensor:
+        which = [0, 1, 2] if rank == last and step in (2, 3, 7) else [0, 1, 2, 3]
+        return m(batch(rank, step), which).square().sum()
+
+    def by_all(m: nn.Module, rank: int, step: int) -> torch.Tensor:
+        return m(batch(rank, step), [0, 1, 2, 3] if step % 3 else [0, 2]).square().sum()
+
+    def by_another_each_time(m: nn.Module, rank: int, step: int) -> torch.Tensor:
+        return m(batch(rank, step), [(rank + step) % 4, (rank + step + 1) % 4]).square().sum()
+
+    for loss in (by_one, by_all, by_another_each_time):
+        check_steps(px.replicate(branches(), **SMALL), branches(), loss, steps=10)
+
+
+def accumulated() -> None:
+    rank = dist.get_rank()
+    model, reference = px.replicate(mlp(), **SMALL), mlp()
+    for step in range(6):
+        model.zero_grad()
+        with px.accumulate(model, 3):
+            for part in range(3):
+                plain_loss(model, rank, 10 * step + part).backward()
+
+        def loss(m: nn.Module, rank: int, step: int) -> torch.Tensor:
+            return sum((plain_loss(m, rank, 10 * step + part) for part in range(3)), torch.zeros(()))
+
+        assert_gradients(model, average_gradients(reference, loss, step))
+
+
+def frozen() -> None:
+    rank = dist.get_rank()
+    model, reference = px.replicate(mlp(), **SMALL), mlp()
+    for step in range(12):
+        for m in (model, reference):
+            m[2].requires_grad_(not 4 <= step < 8)
+            m.zero_grad()
+        plain_loss(model, rank, step).backward()
+        assert_gradients(model, average_gradients(reference, plain_loss, step))
+
+
+def weighted() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model, reference = px.replicate(mlp(), **SMALL), mlp()
+    for step in range(8):
+        model.zero_grad()
+        weights = [1.0 + (r + step) % 3 for r in range(size)]
+        if step % 3:
+            px.weight(model, weights[rank])
+        plain_loss(model, rank, step).backward()
+        assert_gradients(model, average_gradients(reference, plain_loss, step, weights=weights if step % 3 else None))
+
+
+def joined() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model, reference = px.replicate(mlp(), **SMALL), mlp()
+    check_steps(model, reference, plain_loss, steps=4)  # reports were deferred before
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    plain = torch.optim.SGD(reference.parameters(), lr=0.05)
+    steps_of = [4 + 2 * r for r in range(size)]
+    with px.join(model):
+        for step in range(steps_of[rank]):
+            optimizer.zero_grad()
+            plain_loss(model, rank, step).backward()
+            optimizer.step()
+    for step in range(max(steps_of)):
+        weights = [1.0 if step < steps_of[r] else 0.0 for r in range(size)]
+        average_gradients(reference, plain_loss, step, weights=weights)
+        plain.step()
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    check_steps(model, reference, plain_loss, steps=4)  # and are again
+
+
+def late() -> None:
+    """From some step on a layer comes twice: known in time, as nothing leaves before it is known how often it comes."""
+    model, reference = px.replicate(branches(), **SMALL), branches()
+
+    def twice(m: nn.Module, rank: int, step: int) -> torch.Tensor:
+        once = m(batch(rank, step), [0, 1, 2, 3]).square().sum()
+        return once + m.branches[3](m.common(batch(rank, step)) * once).sum()
+
+    check_steps(model, reference, lambda m, r, s: m(batch(r, s), [0, 1, 2, 3]).square().sum(), steps=5)
+    check_steps(model, reference, twice, steps=5)
+
+
+@everywhere
+def test_steps_that_are_alike_on_all_ranks(where: str) -> None:
+    in_ranks(where, regular, unused, accumulated, frozen, weighted, joined, late)
+
+
+# -- what only one rank knows ------------------------------------------------------------------------------------------
+
+
+def fail(_: torch.Tensor) -> None:
+    raise OSError("on purpose")
+
+
+def failing_loss(model: nn.Sequential, rank: int, step: int) -> torch.Tensor:
+    hidden = model[:3](batch(rank, step))
+    hidden.register_hook(fail)
+    return model[3:](hidden).square().sum()
+
+
+def one_raises(failing: int) -> None:
+    """The others have finished that step, and hear of it in the next."""
+    rank = dist.get_rank()
+    model, reference = px.replicate(mlp(), **SMALL), mlp()
+    check_steps(model, reference, plain_loss, steps=5)
+    told: list[tuple[int, type[Exception]]] = []
+    said = ""
+    for step in range(5, 12):
+        model.zero_grad()
+        bad = step == 6 and rank == failing
+        try:
+            (failing_loss if bad else plain_loss)(model, rank, step).backward()
+        except (OSError, PhalanxError) as error:
+            told.append((step, type(error)))
+            said = str(error)
+            flush_engine()
+        if step != 6:  # also where it was told of the step before, a step is that of all ranks
+            assert_gradients(model, average_gradients(reference, plain_loss, step))
+    assert told == ([(6, OSError)] if rank == failing else [(7, PeerFailedError)])
+    assert rank == failing or f"rank {failing} raised in its backward pass of step 7, the step before" in said
+
+
+def weight_on_one() -> None:
+    rank = dist.get_rank()
+    model, reference = px.replicate(mlp(), **SMALL), mlp()
+    check_steps(model, reference, plain_loss, steps=5)
+    told = []
+    for step in range(5, 11):
+        model.zero_grad()
+        if step == 6 and rank == 0:
+            px.weight(model, 2.0)
+        try:
+            plain_loss(model, rank, step).backward()
+        except ReducerStateError as error:
+            told.append((step, "ranks [0] gave a weight" in str(error)))
+            flush_engine()
+        if step != 6:
+            assert_gradients(model, average_gradients(reference, plain_loss, step))
+    assert told == [(6 if rank == 0 else 7, True)]
+
+
+def frozen_on_one() -> None:
+    rank = dist.get_rank()
+    model = px.replicate(mlp(), **SMALL)
+    check_steps(model, mlp(), plain_loss, steps=5)
+    told = []
+    if rank == 0:
+        model[2].requires_grad_(False)
+    for step in range(5, 8):
+        model.zero_grad()
+        try:
+            plain_loss(model, rank, step).backward()
+        except PhalanxError:
+            told.append(step)
+            flush_engine()
+            break
+    # Not an error where it may be that the ranks agree to differ; what must not be is one that waits.
+    everyone = [torch.zeros(1) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, torch.tensor([float(bool(told))]))
+    assert len({bool(one.item()) for one in everyone}) == 1
+
+
+@everywhere
+def test_what_one_rank_alone_has_to_tell(where: str) -> None:
+    raised = [functools.partial(one_raises, failing) for failing in (0, 1)]
+    in_ranks(where, *raised, weight_on_one, frozen_on_one)
