@@ -23,6 +23,7 @@ import torch
 from phalanx import events
 from phalanx.comm.group import Group, Work
 from phalanx.errors import GroupAbortedError, PeerFailedError, PeerLostError, PhalanxError, ReducerStateError
+from phalanx.reducer import grad_hooks
 from phalanx.reducer.bucket import Bucket, BucketState, ParameterSlot
 from phalanx.reducer.carrier import BucketHook, Carrier
 from phalanx.reducer.deferred import DeferredReport, is_capturing
@@ -497,7 +498,9 @@ class Reducer:
         self._intake.begin(self.buckets, weight if undivided else weight / (self.divisor or self.group.size))
         self.layout.start_step(certain=self.options.static and self._learnt)
         self._rolled = self._order_lost = False
-        self._came = [] if self._roll is None and self.stats.steps >= self._record_from else None
+        # Compiled autograd compiles anew for other hooks, so they stay what they are.
+        records = self._roll is None and self.stats.steps >= self._record_from and not grad_hooks.in_compiled_pass()
+        self._came = [] if records else None
         self.stats.buckets_launched = 0
         self.stats.times.first_gradient_ns = time.perf_counter_ns()
         if events.listeners:
@@ -798,6 +801,15 @@ class Reducer:
         self._said = layout.control.alone(used=used, late=late, weight=weight, flags=flags)
         if late and layout.on_streams:
             self._refuse_late(late)
+        if self._must_read_now and is_capturing(layout.control_tensor.device):
+            self._drop(
+                ReducerStateError(
+                    "a step with unused parameters, weights or px.join cannot be captured in a CUDA graph: what the "
+                    "other ranks used has to be read on the host",
+                    rank=self.group.rank,
+                    step=self.step,
+                )
+            )
         if self._carrier.communicates:
             layout.control.write(layout.control_tensor, used=used, late=late, weight=weight, flags=flags)
         if layout.rides:
@@ -840,23 +852,20 @@ class Reducer:
         if not self._carrier.communicates:
             return said
         averaged = layout.rides and self._carrier.averages and self.group.size > 1
-        usual = said.used is None and not said.late and not said.flags[0] & ~Flag.TRAINING and said.weights[0] == 1.0
-        if layout.deferred is None or not usual or self.before_step is not None:
-            if is_capturing(layout.control_tensor.device):
-                self._drop(
-                    ReducerStateError(
-                        "a step with unused parameters, weights or px.join cannot be captured in a CUDA graph: what the "
-                        "other ranks used has to be read on the host",
-                        rank=self.group.rank,
-                        step=self.step,
-                    )
-                )
+        if layout.deferred is None or self._must_read_now:
             return layout.control.read(layout.control_tensor, averaged=averaged)
         if not is_capturing(layout.control_tensor.device):
             layout.deferred.start(layout.control_tensor, averaged=averaged, flags=said.flags[0])
             self._awaited = layout.deferred
         # Whether the others' modules train is not known: then buffers are synchronised in any case, alike on all.
         return layout.control.expected(said.flags[0] | Flag.TRAINING)
+
+    @property
+    def _must_read_now(self) -> bool:
+        """Whether this rank has something unusual to tell, or a loop that needs to know of the others' in each step."""
+        said = self._said
+        usual = said.used is None and not said.late and not said.flags[0] & ~Flag.TRAINING and said.weights[0] == 1.0
+        return not usual or self.before_step is not None
 
     def _read_awaited(self) -> None:
         """Before a step sends anything: what the others had to say of the last one, where this rank has gone on.

@@ -60,7 +60,7 @@ class DistributedDataParallel(BufferSync, DelayedParameters, TorchDDP):
     """
 
     # In the place of torch's C++ objects, with their methods.
-    logger: Logger | None  # type: ignore[assignment]
+    logger: Logger | None
     reducer: TorchReducer  # type: ignore[assignment]
 
     def __init__(
