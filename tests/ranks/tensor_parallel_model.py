@@ -62,11 +62,12 @@ def parallel_transformer(mesh: DeviceMesh) -> Transformer:
     return model
 
 
-def mlp_over(mesh: DeviceMesh, seed: int = 0) -> nn.Sequential:
-    """A column-wise, a plain and a row-wise layer; `seed` is that of the plain one alone."""
+def mlp_over(mesh: DeviceMesh | None, seed: int = 0) -> nn.Sequential:
+    """A column-wise and a row-wise layer, where there is a mesh, and a plain one, which `seed` is of."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6), nn.LayerNorm(6), nn.Linear(6, 3))
-    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    if mesh is not None:
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     torch.manual_seed(seed)
     model[4].reset_parameters()
     return model

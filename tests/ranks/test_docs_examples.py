@@ -37,4 +37,5 @@ def _run(name: str, code: str, folder: str) -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("name", "num_ranks", "code"), EXAMPLES, ids=[example[0] for example in EXAMPLES])
 def test_it_runs(name: str, num_ranks: int, code: str, tmp_path: Path) -> None:
-    run_ranks(_run, num_ranks, name, code, str(tmp_path), backend=None, timeout_s=60)
+    keeps = "DTensor's caches keep meshes, and with them the store" if "torch.distributed.tensor" in code else ""
+    run_ranks(_run, num_ranks, name, code, str(tmp_path), backend=None, timeout_s=60, allow_leaks=keeps)

@@ -99,6 +99,12 @@ def resume(path: str, dp: int, tp: int) -> tuple[list[float], State]:
 
 @pytest.fixture(scope="module")
 def one_process() -> list[tuple[float, State]]:
+    (steps,) = run_ranks(_alone, 1, backend=None)
+    assert steps is not None
+    return steps
+
+
+def _alone() -> list[tuple[float, State]]:
     return list(alone(NUM_STEPS + NUM_MORE))
 
 

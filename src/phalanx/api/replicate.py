@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from phalanx.api import engines, optimizer_watch
+from phalanx.api.axis import check_mesh, group_along
 from phalanx.api.buffers import BufferPolicy, BufferSync, check_policy
 from phalanx.api.lowering import Lowering
 from phalanx.api.precision import Precision
@@ -68,7 +69,8 @@ def replicate(
 
     Args:
         process_group: the ranks to average over; all of them by default.
-        device_mesh: likewise, as a one-dimensional mesh.
+        device_mesh: likewise, as one axis of a mesh. Parameters may be DTensors over its other axes: their parts on this
+            rank are averaged, and stay DTensors.
         bucket_bytes: gradients travel together up to this size, by default 25 MiB, and 100 MiB on a GPU, where
             starting a collective costs the host most. The first and the last such bucket are as large as
             `first_bucket_bytes`, to start early and to end soon.
@@ -116,9 +118,10 @@ def _resolve(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | 
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError("there is no process group: call phalanx.init() (or init_process_group) before replicate")
     if device_mesh is not None:
+        check_mesh(device_mesh)
         if device_mesh.ndim != 1:
             raise ValueError(f"device_mesh must have one dimension (slice it, as in mesh['dp']); got {device_mesh}")
-        return device_mesh.get_group(mesh_dim=0)
+        return group_along(device_mesh)
     group = process_group if process_group is not None else dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(f"process_group must be a process group that this rank is a member of; got {group!r}")
@@ -143,6 +146,11 @@ def _problem_with(module: nn.Module, ignored: frozenset[str], ranks: Sequence[in
             return ValueError(
                 f"parameter {name} is on the meta device and holds no values: "
                 "materialise the module (to_empty and initialise, or load a state_dict) before replicating it"
+            )
+        if hasattr(parameter, "_st_info"):
+            return ValueError(
+                f"parameter {name} was made local by torch's _pre_dp_module_transform, and would be another in each "
+                "forward. It is not needed here; phalanx.compose.tensor_parallel.pre_dp_module_transform undoes it"
             )
         if id(parameter) in held:
             return ValueError(

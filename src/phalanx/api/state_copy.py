@@ -11,6 +11,8 @@ import torch
 
 from phalanx.comm.coalesced import broadcast_coalesced
 from phalanx.comm.group import Group
+from phalanx.errors import MismatchError
+from phalanx.reducer.spread import part_of, spread_of
 
 
 @runtime_checkable
@@ -33,15 +35,40 @@ def copy_state(group: Group, holders: Sequence[Stateful], *, source: int, device
         outline = _Outline()
         outline.dump([holder.state_dict() for holder in holders])
         _send(group, outline.packed(), source=source, device=device)
-        sent = [tensor.detach().to(device).contiguous() for tensor in outline.tensors]
+        sent = [part_of(tensor.detach()).to(device).contiguous() for tensor in outline.tensors]
         broadcast_coalesced(group, sent, source=source)
         return
     text, places = pickle.loads(_send(group, b"", source=source, device=device))
-    tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, _ in places]
+    tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, _, _ in places]
     broadcast_coalesced(group, tensors, source=source)
-    on_cpu = [tensor.cpu() if home == "cpu" else tensor for tensor, (_, _, home) in zip(tensors, places, strict=True)]
-    for holder, state in zip(holders, _Filled(text, on_cpu).load(), strict=True):
+    on_cpu = [
+        tensor.cpu() if home == "cpu" else tensor for tensor, (_, _, home, _) in zip(tensors, places, strict=True)
+    ]
+    filled = _put_together(group, on_cpu, [spread for _, _, _, spread in places], holders)
+    for holder, state in zip(holders, _Filled(text, filled).load(), strict=True):
         holder.load_state_dict(state)
+
+
+def _put_together(
+    group: Group, parts: list[torch.Tensor], spreads: list[str], holders: Sequence[Stateful]
+) -> list[torch.Tensor]:
+    """Of those that are parts, what they are parts of: spread here as the parameter that the state is of."""
+    patterns: dict[str, torch.Tensor] = {}
+    for holder in holders if any(spreads) else ():
+        for parameters in getattr(holder, "param_groups", ()):
+            for parameter in parameters["params"]:
+                if (spread := spread_of(parameter)) is not None:
+                    patterns.setdefault(spread.described(parameter), parameter)
+    for place, described in enumerate(spreads):
+        if described and described not in patterns:
+            raise MismatchError(
+                f"rank {group.rank} was sent state that is part of a {described}, and no parameter of its optimizers is "
+                "spread like that: optimizers must be made alike on all ranks",
+                rank=group.rank,
+            )
+        if described and (spread := spread_of(patterns[described])) is not None:
+            parts[place] = spread.like(parts[place], patterns[described])
+    return parts
 
 
 class _Outline(pickle.Pickler):
@@ -59,7 +86,11 @@ class _Outline(pickle.Pickler):
         return len(self.tensors) - 1
 
     def packed(self) -> bytes:
-        places = [(tuple(tensor.shape), tensor.dtype, tensor.device.type) for tensor in self.tensors]
+        places = []
+        for tensor in self.tensors:
+            spread = spread_of(tensor)
+            described = "" if spread is None else spread.described(tensor)
+            places.append((tuple(part_of(tensor).shape), tensor.dtype, tensor.device.type, described))
         return pickle.dumps((self._text.getvalue(), places))
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import nn
 
+from phalanx.api.axis import check_mesh, group_along
 from phalanx.api.lowering import Lowering
 from phalanx.api.replicate import is_replicated
 from phalanx.comm.c10d import C10dGroup
@@ -31,9 +32,10 @@ def choose_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMes
         return chosen
     if process_group is not None:
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
+    check_mesh(device_mesh)
     if device_mesh.ndim != 1:
         raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
-    return device_mesh.get_group(mesh_dim=0)
+    return group_along(device_mesh)
 
 
 def choose_buffer_sync(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
