@@ -9,12 +9,17 @@ Nor does a pass always end. If it raises, the engine drops the callback uncalled
 callback is an object, and its end without a call is the end of the pass. One gap is left: between the end of an inner
 pass and the hook on the outer node nothing is queued. If the outer pass raises there, it is noticed when the graph is
 freed, when an optimizer steps, or by the next pass, which is not nested as deep.
+
+A pass of compiled autograd is one function, which calls the hooks. The engine then drops its callbacks uncalled in any
+case; the compose layer says that the function has come to its end (`compiled_pass_ended`), before they are dropped.
 """
 
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -23,6 +28,22 @@ from torch.autograd import Variable, graph
 
 current_pass: Callable[[], int] = torch._C._current_graph_task_id
 """The engine's number for the pass that runs in this thread; -1 outside of any."""
+
+
+@dataclass
+class Compiler:
+    """What is to be known of torch.compile, filled in by what knows it."""
+
+    in_pass: Callable[[], bool]
+    """Whether the hooks of this pass are called by compiled autograd."""
+    pass_over: Callable[[Callable[..., Any]], None]
+    """Told of every hook before it is registered: such a pass must call it and not look into it."""
+
+
+compiler = Compiler(in_pass=lambda: False, pass_over=lambda hook: None)
+compiled_pass_open = False
+"""Whether somebody waits for the end of a pass of compiled autograd."""
+_compiled_ends: list[weakref.ref[_End]] = []
 
 
 class BackwardPasses:
@@ -40,7 +61,10 @@ class BackwardPasses:
         number = current_pass()
         if number not in self._queued:
             self._queued.add(number)
-            _queue(_End(self, number))  # the engine alone keeps it, so that its end is the engine's doing
+            end = _End(self, number)
+            _queue(end)  # the engine alone keeps it, so that its end is the engine's doing
+            if compiler.in_pass():
+                _await_compiled(end)
 
     def forget(self) -> None:
         """The step is settled: what is still queued means nothing any more."""
@@ -125,6 +149,23 @@ def _queue(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
+def _await_compiled(end: _End) -> None:
+    global compiled_pass_open
+    _compiled_ends.append(weakref.ref(end))
+    compiled_pass_open = True
+
+
+def compiled_pass_ended() -> None:
+    """All hooks of a pass of compiled autograd have been called."""
+    global compiled_pass_open
+    ends = [ref() for ref in _compiled_ends]
+    _compiled_ends.clear()
+    compiled_pass_open = False
+    for end in ends:
+        if end is not None:
+            end()
+
+
 def arriving() -> torch.Tensor | None:
     """In a gradient's hook: the parameter that it is of."""
     return getattr(torch._C._current_autograd_node(), "variable", None)
@@ -134,10 +175,12 @@ class GradientHook:
     """Calls a function each time a gradient was accumulated into a parameter."""
 
     def __init__(self, parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+        compiler.pass_over(hook)
         self._handle = parameter.register_post_accumulate_grad_hook(hook)
 
     def call(self, hook: Callable[[torch.Tensor], None]) -> None:
         """Call another function from now on, in the same place among the parameter's hooks; also while it is frozen."""
+        compiler.pass_over(hook)
         hooks = self._handle.hooks_dict_ref()
         if hooks is not None and self._handle.id in hooks:
             hooks[self._handle.id] = hook

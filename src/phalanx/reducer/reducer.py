@@ -499,7 +499,7 @@ class Reducer:
         self.layout.start_step(certain=self.options.static and self._learnt)
         self._rolled = self._order_lost = False
         # Compiled autograd compiles anew for other hooks, so they stay what they are.
-        records = self._roll is None and self.stats.steps >= self._record_from and not grad_hooks.in_compiled_pass()
+        records = self._roll is None and self.stats.steps >= self._record_from and not grad_hooks.compiler.in_pass()
         self._came = [] if records else None
         self.stats.buckets_launched = 0
         self.stats.times.first_gradient_ns = time.perf_counter_ns()

@@ -7,11 +7,14 @@ about to run by itself, its frame is passed over; and all that it calls too, or 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
 
 from phalanx.api.ddp import DistributedDataParallel
+from phalanx.reducer import grad_hooks
+from phalanx.reducer.roll_call import RollCall
 
 _eval_frame = torch._C._dynamo.eval_frame
 
@@ -22,6 +25,14 @@ def mark() -> None:
     pass_over(DistributedDataParallel._inside_ddp_forward.__wrapped__)  # type: ignore[attr-defined]
     pass_over(DistributedDataParallel._pre_forward, with_all_it_calls=True)
     pass_over(DistributedDataParallel._post_forward, with_all_it_calls=True)
+    for entry in (RollCall._call, RollCall._on_more, RollCall._on_kept):
+        pass_over(entry, with_all_it_calls=True)
+    grad_hooks.compiler.pass_over = _pass_over_hook
+
+
+def _pass_over_hook(hook: Callable[..., Any]) -> None:
+    if isinstance(hook, FunctionType):  # the roll call's is a C function, which calls what is marked above
+        pass_over(hook, because="it averages gradients over the ranks", with_all_it_calls=True)
 
 
 def pass_over(function: Callable[..., Any], *, because: str = "", with_all_it_calls: bool = False) -> None:
