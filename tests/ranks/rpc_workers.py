@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +27,9 @@ def worker(folder: str, *, graceful: bool = True) -> Iterator[int]:
     except BaseException:
         rpc.shutdown(graceful=False)
         raise
+    # Whoever opened a context tells the others when it is closed, and nobody waits for that; it keeps their graph.
+    while graceful and int(dist_autograd._get_debug_info()["num_autograd_contexts"]):
+        time.sleep(0.002)
     rpc.shutdown(graceful=graceful)
 
 

@@ -41,8 +41,8 @@ class ContextProvider(Protocol):
     def current(self) -> int | None:
         """The id of the context that this thread is in."""
 
-    def make(self, engine: Reducer, *, finds_unused: bool, announced: Callable[[], bool]) -> ContextGradients:
-        """`announced`: whether a forward pass outside of any context waits for its backward."""
+    def make(self, engine: Reducer, *, finds_unused: bool, withdraw: Callable[[], bool]) -> ContextGradients:
+        """`withdraw`: whether a forward pass outside of any context waits for its backward; it then does no more."""
 
 
 _provider: ContextProvider | None = None
@@ -63,9 +63,9 @@ def current() -> int | None:
     return None if _provider is None else _provider.current()
 
 
-def make(engine: Reducer, *, finds_unused: bool, announced: Callable[[], bool]) -> ContextGradients:
+def make(engine: Reducer, *, finds_unused: bool, withdraw: Callable[[], bool]) -> ContextGradients:
     assert _provider is not None
-    return _provider.make(engine, finds_unused=finds_unused, announced=announced)
+    return _provider.make(engine, finds_unused=finds_unused, withdraw=withdraw)
 
 
 def remember(engine: Reducer) -> None:

@@ -437,7 +437,7 @@ class DistributedDataParallel(BufferSync, DelayedParameters, TorchDDP):
     def _context_gradients(self) -> contexts.ContextGradients:
         if self._contexts is None:
             finds_unused = self.find_unused_parameters or self.static_graph
-            self._contexts = contexts.make(self._engine, finds_unused=finds_unused, announced=self.reducer.is_armed)
+            self._contexts = contexts.make(self._engine, finds_unused=finds_unused, withdraw=self.reducer.withdraw)
             self.reducer.contexts = weakref.ref(self._contexts)
         return self._contexts
 

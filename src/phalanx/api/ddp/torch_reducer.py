@@ -75,8 +75,11 @@ class TorchReducer:
         work.wait()
         return None if by_initial_size else int(work.result()[0].item())
 
-    def is_armed(self) -> bool:
-        return self.armed
+    def withdraw(self) -> bool:
+        """Expect no backward pass any more; returns whether one was expected."""
+        was_armed = self.armed
+        self.disarm()
+        return was_armed
 
     def disarm(self) -> None:
         self.armed = self.owes_step = False

@@ -85,6 +85,8 @@ class ContextPass:
     def arrive(self, index: int) -> None:
         """A gradient has come to the context. Threads of one pass may come here at the same time."""
         with self._lock:
+            if self.is_over:
+                return
             self._arrived.add(index)
             if events.listeners:
                 slot = self._rounds.engine.slots[index]
@@ -141,21 +143,25 @@ class ContextPass:
         finally:
             self._close()
 
+    @property
+    def has_begun(self) -> bool:
+        return bool(self._arrived)
+
     def abandon(self) -> None:
         """The pass raised, here or on another worker: give the others their round, marked as failed."""
-        if self.is_over or self._rounds.broken is not None:
-            self._close()
-            return
-        try:
-            with self._lock:
-                self._take_floor()
-                self._send_round(Status.RAISED)
-                self._rounds.draining += self._works
-                self._parcels = []  # still on their way
-        except PhalanxError as error:
-            self._rounds.break_off(error)
-        finally:
-            self._close()
+        with self._lock:  # two threads may come here: the one that drops the graph task, and the next forward pass's
+            if self.is_over:
+                return
+            try:
+                if self._rounds.broken is None:
+                    self._take_floor()
+                    self._send_round(Status.RAISED)
+                    self._rounds.draining += self._works
+                    self._parcels = []  # still on their way
+            except PhalanxError as error:
+                self._rounds.break_off(error)
+            finally:
+                self._close()
 
     # -- a round ---------------------------------------------------------------------------------------------------
 
@@ -174,9 +180,9 @@ class ContextPass:
 
     def _send_row(self, phase: Phase, status: Status, used: list[int] | None) -> None:
         is_own = self.context == NOBODY or self.context >> _ID_BITS == rpc.get_worker_info().id
-        row = Row(
-            self.context, is_own, list(self._siblings).index(self.context) if self._siblings else 0, phase, status
-        )
+        older = list(self._siblings)
+        place = older.index(self.context) if self.context in older else 0
+        row = Row(self.context, is_own, place, phase, status)
         self._told, works = self._rounds.send_row(row, used)
         self._works += works
 

@@ -26,5 +26,5 @@ class RpcContexts:
         except RuntimeError:  # torch has no other way to say that there is none
             return None
 
-    def make(self, engine: Reducer, *, finds_unused: bool, announced: Callable[[], bool]) -> ContextGradients:
-        return RpcGradients(engine, finds_unused=finds_unused, announced=announced)
+    def make(self, engine: Reducer, *, finds_unused: bool, withdraw: Callable[[], bool]) -> ContextGradients:
+        return RpcGradients(engine, finds_unused=finds_unused, withdraw=withdraw)

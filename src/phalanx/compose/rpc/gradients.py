@@ -27,13 +27,13 @@ from phalanx.reducer.reducer import Reducer
 
 
 class RpcGradients:
-    """What `phalanx.api.ddp.contexts.ContextGradients` asks for. `announced` says whether a forward pass outside of any
-    context waits for its backward."""
+    """What `phalanx.api.ddp.contexts.ContextGradients` asks for. `withdraw` says whether a forward pass outside of any
+    context waits for its backward, and lets it wait no more."""
 
-    def __init__(self, engine: Reducer, *, finds_unused: bool, announced: Callable[[], bool]) -> None:
+    def __init__(self, engine: Reducer, *, finds_unused: bool, withdraw: Callable[[], bool]) -> None:
         self._engine = engine
         self._finds_unused = finds_unused
-        self._announced = announced
+        self._withdraw = withdraw
         self._rounds: Rounds | None = None
         self._setup = threading.Lock()
         self._open: dict[int, ContextPass] = {}
@@ -71,7 +71,7 @@ class RpcGradients:
         a_pass = self._by_task[task] if task in self._by_task else self._only_one_open()
         end = end_of_task()
         if a_pass is None:
-            if task not in self._by_task and self._announced():
+            if task not in self._by_task and self._withdraw():
                 end.fail(
                     self._error(
                         "the backward pass runs in a context of distributed autograd, and the forward pass "
@@ -154,7 +154,10 @@ class RpcGradients:
             try:
                 dist_autograd._is_valid_context(context)
             except RuntimeError:
-                self._open.pop(context, None)
+                a_pass = self._open.pop(context, None)
+                # Its end is noticed when the engine drops its graph task, which another thread may be about to do.
+                if a_pass is not None and a_pass.has_begun:
+                    a_pass.abandon()
         for task, a_pass in list(self._by_task.items()):
             if a_pass is None or a_pass.is_over:
                 self._by_task.pop(task, None)

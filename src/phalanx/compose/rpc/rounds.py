@@ -94,6 +94,7 @@ class Rounds:
         """Before a pass: parameters may have been cast or moved in place, on all ranks alike. Collective if they were."""
         if self.broken is not None:
             raise copy.copy(self.broken)
+        self.group.check_notices()  # a rank that broke off may have left a round open, which would be taken for the next
         if self._lay_out():
             self._agree()
 
