@@ -96,7 +96,9 @@ class ParameterSlot:
 
     def show(self) -> torch.Tensor:
         """Make what users are to see of the slot's place in its bucket."""
-        own = self.view.detach()
+        # Not `detach`: that shares the version of the whole bucket, and by its own version it is told whether this
+        # parameter's gradient was added to.
+        own = self.view.data
         return own if self.spread is None else self.spread.like(own, self.parameter)
 
     def start_step(self, *, certain: bool) -> None:

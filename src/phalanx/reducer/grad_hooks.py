@@ -16,9 +16,10 @@ case; the compose layer says that the function has come to its end (`compiled_pa
 
 from __future__ import annotations
 
+import operator
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sized
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 from torch.autograd import Variable, graph
 
+HookTable = weakref.ref[Sized]
 current_pass: Callable[[], int] = torch._C._current_graph_task_id
 """The engine's number for the pass that runs in this thread; -1 outside of any."""
 
@@ -36,11 +38,11 @@ class Compiler:
 
     in_pass: Callable[[], bool]
     """Whether the hooks of this pass are called by compiled autograd."""
-    pass_over: Callable[[Callable[..., Any]], None]
-    """Told of every hook before it is registered: such a pass must call it and not look into it."""
+    prepare: Callable[[torch.Tensor, Callable[..., Any]], None]
+    """Told of every parameter's hook before it is registered: such a pass must call it and not look into it."""
 
 
-compiler = Compiler(in_pass=lambda: False, pass_over=lambda hook: None)
+compiler = Compiler(in_pass=lambda: False, prepare=lambda parameter, hook: None)
 compiled_pass_open = False
 """Whether somebody waits for the end of a pass of compiled autograd."""
 _compiled_ends: list[weakref.ref[_End]] = []
@@ -171,16 +173,38 @@ def arriving() -> torch.Tensor | None:
     return getattr(torch._C._current_autograd_node(), "variable", None)
 
 
+def has_other_hooks(parameter: torch.Tensor) -> bool:
+    """Whether somebody besides us looks at this parameter's gradients as they come."""
+    return len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ()) > 1
+
+
+def hook_tables(parameters: Iterable[torch.Tensor | None]) -> list[HookTable]:
+    """Where hooks on these parameters' gradients are kept, ours and others'; weakly, as the hooks in them lead to us."""
+    tables = [getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in parameters]
+    return [weakref.ref(table) for table in tables if table is not None]
+
+
+def count_hooks(tables: Iterable[HookTable]) -> int:
+    """How many hooks there are: what changes when somebody registers one. In C, as it runs for every parameter."""
+    try:
+        return sum(map(len, map(operator.call, tables)))  # type: ignore[arg-type]
+    except TypeError:  # a parameter is gone, and its table with it
+        return -1
+
+
 class GradientHook:
     """Calls a function each time a gradient was accumulated into a parameter."""
 
     def __init__(self, parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-        compiler.pass_over(hook)
+        compiler.prepare(parameter, hook)
+        self._parameter = weakref.ref(parameter)
         self._handle = parameter.register_post_accumulate_grad_hook(hook)
 
     def call(self, hook: Callable[[torch.Tensor], None]) -> None:
         """Call another function from now on, in the same place among the parameter's hooks; also while it is frozen."""
-        compiler.pass_over(hook)
+        parameter = self._parameter()
+        if parameter is not None:
+            compiler.prepare(parameter, hook)
         hooks = self._handle.hooks_dict_ref()
         if hooks is not None and self._handle.id in hooks:
             hooks[self._handle.id] = hook

@@ -21,6 +21,7 @@ from functools import partial
 import torch
 
 from phalanx.reducer.bucket import ParameterSlot
+from phalanx.reducer.grad_hooks import HookTable, count_hooks, hook_tables
 from phalanx.reducer.runs import Run, plan_runs
 
 _nothing: Callable[[], None] = [].clear  # a C function that does nothing: the cheapest entry there is
@@ -67,6 +68,8 @@ class RollCall:
         self._refs = [slot.ref for slot in self.slots]
         self._runs: list[Run] = []
         self._entries: list[Callable[[], None]] = []
+        self._tables: list[HookTable] = []
+        self._num_hooks = 0
         self._num_more = 0  # arrivals that had no entry
         self._num_entries = 0
         self.stand_by()
@@ -78,6 +81,8 @@ class RollCall:
         for run in self._runs:
             self._entries += [_nothing] * (len(run.slots) - 1)
             self._entries.append(partial(self._call, run))
+        self._tables = hook_tables([ref() for ref in self._refs])
+        self._num_hooks = count_hooks(self._tables)
 
     # -- a pass ----------------------------------------------------------------------------------------------------
 
@@ -89,10 +94,12 @@ class RollCall:
 
     def begin(self, *, early: torch.Tensor | None = None, keep: bool = False) -> None:
         """A pass has begun; out of order if by an `early` arrival of one of these. With `keep` nothing is taken in."""
-        in_order = early is None
+        # A hook that somebody has registered since would be called with gradients that are not taken in yet, and so see
+        # something else than in other steps: the order counts as lost, and that parameter is not looked at in runs again.
+        in_order = early is None and count_hooks(self._tables) == self._num_hooks
         self._schedule.clear()
         self.is_open = True
-        self._num_more = 0 if in_order else 1
+        self._num_more = 0 if early is None else 1
         self._num_entries = len(self._entries) if in_order and not keep else 0
         self._note_what_is_there(early)
         if keep:
