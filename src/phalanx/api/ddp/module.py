@@ -351,7 +351,8 @@ class DistributedDataParallel(BufferSync, DelayedParameters, TorchDDP):
         try:
             yield
         finally:
-            TorchDDP._active_ddp_module = before
+            # Two threads may be in the same module's forward, and leave it in any order: it must not stay there for good.
+            TorchDDP._active_ddp_module = None if before is self else before
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         with self._inside_ddp_forward():
