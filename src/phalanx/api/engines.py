@@ -61,3 +61,8 @@ def find(tensors: Iterable[torch.Tensor]) -> dict[int, Reducer]:
         for slot in engine.slots
         if (parameter := slot.ref()) is not None and id(parameter) in wanted
     }
+
+
+def in_bucket(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """Whether this gradient of a parameter lies in the memory of a bucket."""
+    return any(slot.shown is gradient for engine in list(_engines) for slot in engine.slots if slot.ref() is parameter)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from phalanx.api.ddp import DistributedDataParallel
+from phalanx.compose.compile import arrivals
 from phalanx.reducer import grad_hooks
 from phalanx.reducer.roll_call import RollCall
 
@@ -27,12 +28,12 @@ def mark() -> None:
     pass_over(DistributedDataParallel._post_forward, with_all_it_calls=True)
     for entry in (RollCall._call, RollCall._on_more, RollCall._on_kept):
         pass_over(entry, with_all_it_calls=True)
-    grad_hooks.compiler.pass_over = _pass_over_hook
+    grad_hooks.compiler.prepare = _prepare_hook
 
 
-def _pass_over_hook(hook: Callable[..., Any]) -> None:
+def _prepare_hook(parameter: torch.Tensor, hook: Callable[..., Any]) -> None:
     if isinstance(hook, FunctionType):  # the roll call's is a C function, which calls what is marked above
-        pass_over(hook, because="it averages gradients over the ranks", with_all_it_calls=True)
+        arrivals.give_twin(parameter, hook)
 
 
 def pass_over(function: Callable[..., Any], *, because: str = "", with_all_it_calls: bool = False) -> None:
