@@ -205,7 +205,7 @@ def check_the_roll_is_formed_and_comes_back() -> None:
         for step in range(24):
             model.zero_grad()
             model(data(rank, step, 5, 24), REGULAR[::-1] if 8 <= step < 12 else REGULAR).square().mean().backward()
-            seen.append(reducer._roll is not None)
+            seen.append(reducer.arrivals.roll is not None)
         assert seen[7], f"{name}: not formed in eight alike steps"
         assert not seen[8], f"{name}: the order was lost, and the roll not"
         assert seen[-1], f"{name}: not formed anew"

@@ -237,7 +237,7 @@ def check_no_host_wait_in_a_steady_step() -> None:
 
         for batch in batches[:6]:
             step_on(batch)
-        assert reducer_of(model)._roll is not None, f"{which}: no roll after six alike steps"
+        assert reducer_of(model).arrivals.roll is not None, f"{which}: no roll after six alike steps"
         with no_host_waits():
             for batch in batches[6:]:
                 step_on(batch)
@@ -307,7 +307,7 @@ def _captured(which: str, momentum: float) -> None:
             step_on(model, static, optimizer)
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
-    assert reducer_of(model)._roll is not None
+    assert reducer_of(model).arrivals.roll is not None
     graph = torch.cuda.CUDAGraph()
     static.copy_(batches[7])
     optimizer.zero_grad(set_to_none=True)

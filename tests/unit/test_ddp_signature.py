@@ -37,7 +37,6 @@ INHERITED = {
     "join": JOINING,
     "join_device": JOINING,
     "join_process_group": JOINING,
-    "_check_global_requires_backward_grad_sync": JOINING,
     "_check_and_sync_module_buffers": JOINING,
     "_find_common_rank": JOINING,
 }

@@ -2,20 +2,17 @@
 
     gradient ready  →  bucket full  →  bucket launched, in order  →  backward over  →  settled  →  finalized
 
-Gradients arrive through hooks, while autograd goes on with earlier layers. The common arrival (the first and only one of
-a parameter that is used once) is a closure of a few lines, `_make_hook`. Everything else goes through `_arrive`. What is
-done with a gradient is `intake`'s, with a full bucket `carrier`'s, with an average `hand_out`'s; where everything lies is
-`planner`'s. Here is when.
+How gradients arrive is `arrivals`', what is done with one `intake`'s, with a full bucket `carrier`'s, with an average
+`hand_out`'s; where everything lies is `planner`'s; what ranks tell each other of a step is `reports`', and whether they can
+go on after one that broke off is `standing`'s. Here is when.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from enum import Enum
 from typing import NoReturn
 
 import torch
@@ -23,36 +20,24 @@ import torch
 from phalanx import events
 from phalanx.comm.group import Group, Work
 from phalanx.errors import GroupAbortedError, PeerFailedError, PeerLostError, PhalanxError, ReducerStateError
-from phalanx.reducer import grad_hooks
+from phalanx.reducer.arrivals import Arrivals, Mode
 from phalanx.reducer.bucket import Bucket, BucketState, ParameterSlot
 from phalanx.reducer.carrier import BucketHook, Carrier
-from phalanx.reducer.deferred import DeferredReport, is_capturing
-from phalanx.reducer.grad_hooks import BackwardPasses, arriving, current_pass
+from phalanx.reducer.deferred import is_capturing
+from phalanx.reducer.grad_hooks import BackwardPasses, current_pass
 from phalanx.reducer.hand_out import hand_out, rescale
 from phalanx.reducer.intake import Intake
 from phalanx.reducer.layout import Layout
 from phalanx.reducer.options import Placement, ReducerOptions, ReducerStats
 from phalanx.reducer.planner import Named, Planner
-from phalanx.reducer.roll_call import RollCall
-from phalanx.reducer.runs import Run, current_stream
+from phalanx.reducer.reports import Reports
 from phalanx.reducer.spans import StepSpans
+from phalanx.reducer.standing import AGREE_WITHIN_S, Standing
 from phalanx.reducer.unused import Flag, Report
 from phalanx.reducer.verify import TensorEntry, verify_same
-from phalanx.reducer.weights import Reduction, StepWeight
+from phalanx.reducer.weights import Reduction, StepWeight, total_weight, wrong_weights
 
 logger = logging.getLogger(__name__)
-
-AGREE_WITHIN_S = 1800.0  # a rank may be long in coming, as to any collective
-MIN_ROLLED = 2
-MAX_PATIENCE = 1024
-_NO_PASS = -2  # no pass has this number: every arrival takes the long way
-
-
-class Mode(Enum):
-    """What the backward pass under way does with its gradients."""
-
-    SYNC = "sync"
-    KEEP = "keep"
 
 
 class Reducer:
@@ -97,19 +82,10 @@ class Reducer:
         self.share = 1 / group.size
         """What this rank's gradients were multiplied with in the last step."""
         self._weight_unit = 1.0  # about the mean weight in the last weighted step: large ones overflow half precision
-        self._mode: Mode | None = None
-        self._parted: str | None = None  # how a step under a hook broke off here, to be compared before the next
+        self.mode: Mode | None = None
         self._learnt = False  # whether a step went through: one that was broken off shows nothing of the graph
-        self._pass = _NO_PASS
-        self._broken: PhalanxError | None = None
-        self._draining: list[Work] = []
-        self._roll: RollCall | None = None  # once an order is known: most parameters are looked at in runs
-        self._rolled = False  # whether all in the roll have come in this step, though their slots do not show it
-        self._order_lost = False  # in this step
-        self._came: list[ParameterSlot] | None = None  # while the order of arrival is recorded
-        self._came_before: list[int] | None = None  # in the pass before: an order must come twice to be believed
-        self._record_from = 0  # which step to record next, and how many to let pass if it is of no use
-        self._patience = 1
+        self._standing = Standing(group)
+        self._reports = Reports()
         self._passes = BackwardPasses(on_end=self._end_of_backward, on_broken=self.abandon)
         self._intake = Intake(self.options.placement)
         self._carrier = Carrier(
@@ -118,10 +94,8 @@ class Reducer:
             skips_unused=self.options.skip_unused_buckets,
             reduces_alone=self.options.reduce_alone,
         )
-        self._said = Report(None, [], [], [])  # by this rank, of the step under way
-        self._awaited: DeferredReport | None = None  # the last step's report, where it was not read yet
-        self._hindsight: PhalanxError | None = None  # what it said, to be raised when the step under way is over
-        self.planner = Planner(group, self.options, make_hook=self._make_hook, on_plan=self._planned)
+        self.arrivals = Arrivals(self, self._intake, self._passes)
+        self.planner = Planner(group, self.options, make_hook=self.arrivals.make_hook, on_plan=self._planned)
         self.planner.start(named_parameters, sparse or [False] * len(named_parameters), "construction")
 
     # -- what it is made of ----------------------------------------------------------------------------------------
@@ -141,6 +115,15 @@ class Reducer:
     @property
     def bucket_hook(self) -> BucketHook | None:
         return self._carrier.hook
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank
+
+    @property
+    def has_learnt(self) -> bool:
+        """Whether a step has shown how often each gradient comes."""
+        return self._learnt
 
     @property
     def step(self) -> int:
@@ -164,8 +147,7 @@ class Reducer:
 
     def _planned(self, reason: str) -> None:
         self.stats.num_plans += 1
-        if self._roll is not None:
-            self._form_anew()
+        self.arrivals.lay_out()
         self._spans = StepSpans(self.name, self.buckets)
         if events.listeners:
             events.emit(events.BucketsPlanned(self.name, self.step, reason, len(self.buckets)))
@@ -182,16 +164,13 @@ class Reducer:
 
     def replace_group(self, group: Group) -> None:
         """Reduce over another group from the next step on. What was learnt of the old one's order is learnt anew."""
-        if self._broken is None and self._parted is None:
-            self._drain()
+        self._standing.drain_if_sound()
         self.reset()
-        self._draining.clear()  # what is still open on the old group may never end
-        self._parted = None
+        self._standing.begin_anew(group)
         self.planner.let_go()
         self.group = self.planner.group = self._carrier.group = group
         self._serial = group.next_serial()
-        self._broken = self._hindsight = None
-        self._awaited = None  # nor may what the old group's ranks had to say ever be there to read
+        self._reports.forget()
         self._weight_unit = 1.0
         self.planner.start_over("a new group")
 
@@ -220,239 +199,15 @@ class Reducer:
 
     def close(self) -> None:
         """Let the parameters go: gradients that lie in the buckets get memory of their own."""
-        self._drain()
+        self._standing.drain()
         self.reset()
         self.remove_hooks()
         self.planner.let_go()
 
-    # -- arrivals --------------------------------------------------------------------------------------------------
+    # -- buckets that are full -------------------------------------------------------------------------------------
 
-    def _make_hook(self, slot: ParameterSlot) -> Callable[[torch.Tensor], None]:
-        """The plain arrival, in as few steps as possible: this runs once per parameter and step."""
-        if slot.spread is not None:  # a call more is nothing beside what such a type costs in every operation
-            return lambda _: self._arrive(slot)
-        placement, intake = self.options.placement, self._intake
-        owned, viewed = placement is Placement.OWNED, placement is Placement.VIEW
-
-        def on_gradient(parameter: torch.Tensor) -> None:
-            if current_pass() != self._pass or not slot.hot:
-                self._arrive(slot)
-                return
-            slot.hot = False
-            bucket = slot.bucket
-            try:
-                intake.store(parameter.grad, bucket.scale, out=slot.view)
-            except RuntimeError:  # not of the kind that was planned for, say sparse
-                self._arrive(slot)
-                return
-            slot.seen = 1
-            slot.left = 0
-            if owned:
-                parameter.grad = None
-            elif viewed:
-                parameter.grad = slot.shown
-            bucket.pending -= 1
-            if not bucket.pending:
-                self._bucket_is_full(bucket)
-
-        return on_gradient
-
-    def _arrive(self, slot: ParameterSlot) -> None:
-        """Any arrival: the first of a pass, one under a listener, a repeated, sparse, unexpected or unsynchronised one."""
-        if self._mode is not None and self._passes.is_stale():
-            self.abandon()  # an earlier pass was broken off unnoticed: this one is not part of it
-        if self._mode is None:
-            self._begin_backward()
-            if self._roll is not None:
-                self._roll.begin(keep=self._mode is Mode.KEEP)
-        self._passes.enter()
-        if slot.parameter.grad is None:
-            return
-        if self._mode is Mode.KEEP:
-            slot.dirty = self._intake.irregular = True
-            return
-        with torch.no_grad():
-            self._accept(slot)
-        if self._pass == _NO_PASS or current_pass() != self._pass:
-            # Under create_graph gradients have a graph of their own, which the short way cannot copy from.
-            recording = self.planner.arrivals is not None or self._came is not None
-            plain = not recording and not events.listeners and not torch.is_grad_enabled()
-            self._pass = current_pass() if plain else _NO_PASS
-
-    def _accept(self, slot: ParameterSlot) -> None:
-        bucket = slot.bucket
-        slot.seen += 1
-        slot.hot = False
-        if self.planner.arrivals is not None and slot.seen == 1:
-            self.planner.arrivals.append(slot.index)
-        if self._came is not None and slot.seen == 1:
-            self._came.append(slot)
-            slot.stream = current_stream(bucket.spec.device)
-        if events.listeners:
-            events.emit(events.GradientReady(self.name, self.step, slot.name, bucket.index))
-        owned = self.options.placement is Placement.OWNED
-        if slot.left <= 0 or (not owned and slot.seen > max(slot.expected, 1)):
-            self._accept_unexpected(slot)
-            return
-        slot.left -= 1
-        # A static graph's first pass may bring more, which autograd adds up in .grad: it is filled when it is over.
-        if owned or (slot.left == 0 and not self._static_first):
-            self._intake.fill(slot)
-        if slot.left == 0:
-            bucket.pending -= 1
-            if not bucket.pending:
-                self._bucket_is_full(bucket)
-
-    def _accept_unexpected(self, slot: ParameterSlot) -> None:
-        """More arrivals than earlier passes had."""
-        self._intake.irregular = True
-        if self.options.static and self._learnt:
-            self.graph_changed = True
-            self._raise_in_hook(
-                "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, "
-                "but then got used in the second iteration. this is not compatible with static_graph set to True.",
-                slot,
-            )
-        if slot.seen > 1 and self.options.placement is not Placement.OWNED:
-            if self.options.static:
-                return
-            self._raise_in_hook(
-                "Expected to mark a variable ready only once. This error is caused by one of the following reasons: "
-                "1) a module parameter is used outside the forward function, or shared by several concurrent "
-                "forward-backward passes; 2) a parameter is reused in several reentrant backward passes, for example "
-                "by checkpointing the same part twice. `static_graph=True` allows it if the graph never changes, and "
-                "`phalanx.replicate` always does.",
-                slot,
-            )
-        self._intake.take_late(slot)
-
-    def _raise_in_hook(self, message: str, slot: ParameterSlot) -> NoReturn:
-        error = ReducerStateError(message, rank=self.group.rank, step=self.step, parameters=[slot.name])
-        self.on_error(str(error))
-        self.abandon()  # not left to the end of the pass: after an error in a hook the engine may keep it for long
-        raise error
-
-    # -- arrivals in runs ------------------------------------------------------------------------------------------
-
-    def _form(self, came: Sequence[ParameterSlot]) -> None:
-        """Two steps have shown the same order of arrival: from now on, look at those that came once in runs."""
-        fit = [
-            slot
-            for slot in came
-            if slot.seen == slot.expected == 1 and not slot.bucket.spec.sparse and slot.spread is None
-        ]
-        before, self._came_before = self._came_before, [id(slot) for slot in fit]
-        if before != self._came_before or len(fit) < MIN_ROLLED or self.options.skip_unused_buckets:
-            if before is not None:
-                self._record_later()
-            return
-        self._came_before = None
-        self._roll = RollCall(fit[0], fit[1:], take=self._take_run, lost=self._lose_order)
-        for slot in self._roll.slots:
-            self.planner.rehook(slot, self._roll.tick)
-        self._form_anew()
-
-    def _form_anew(self) -> None:
-        assert self._roll is not None
-        present = {id(slot) for slot in self.slots if not slot.bucket.spec.sparse}
-        if all(id(slot) in present for slot in (self._roll.first, *self._roll.slots)):
-            self._roll.lay_out()
-            self.layout.look_at_each(but=self._roll.slots)
-        else:
-            self._disband()
-
-    def _disband(self) -> None:
-        """The order was lost: every parameter gets its own hook again."""
-        assert self._roll is not None
-        self._show_rolled()
-        roll, self._roll = self._roll, None
-        for slot in roll.slots:
-            self.planner.rehook(slot)
-        self.layout.look_at_each()
-        self._record_later()
-
-    def _record_later(self) -> None:
-        self._came_before = None
-        self._record_from = self.stats.steps + self._patience
-        self._patience = min(2 * self._patience, MAX_PATIENCE)
-
-    def _take_run(self, run: Run, gradients: list[torch.Tensor]) -> None:
-        """All of a run have come."""
-        assert self._roll is not None
-        try:
-            with torch.no_grad():
-                self._intake.fill_run(run, gradients)
-        except RuntimeError:  # some gradient is not of the kind that was planned for, say sparse
-            run.taken = False
-            self._lose_order()
-            return
-        for slot in run.slots if events.listeners else ():
-            events.emit(events.GradientReady(self.name, self.step, slot.name, slot.bucket.index))
-        for bucket, count in run.counts:
-            bucket.pending -= count
-            if not bucket.pending:
-                self._bucket_is_full(bucket)
-
-    def _lose_order(self) -> None:
-        """A gradient has come that the roll cannot account for: look at each from here on."""
-        assert self._roll is not None
-        if self._mode is None:
-            self._begin_backward()
-            if self._roll is None:  # the layout has just changed, and with it the hooks
-                self._mark_unreduced()
-            else:
-                self._roll.begin(early=arriving(), keep=self._mode is Mode.KEEP)
-        self._passes.enter()
-        if self._roll is not None and self._mode is Mode.SYNC:
-            self._call_the_rest()
-            if self._roll is not None:
-                self._disband()
-
-    def _call_the_rest(self) -> None:
-        """The pass is over, or its order lost: look at all that no run has taken in."""
-        roll = self._roll
-        if roll is None or not roll.is_open:
-            return
-        self._rolled = True
-        if roll.complete:
-            roll.stand_by()
-            return
-        rest = roll.finish()
-        if rest.arrived and rest.arrived[0].bucket.spec.device.type == "cuda":
-            torch.cuda.synchronize()  # in which streams they came is no longer known; once, when an order is lost
-        self._show_rolled()
-        self._intake.irregular = True
-        self._order_lost = True
-        for slot in (*rest.arrived, *rest.absent):
-            slot.seen, slot.left, slot.hot = 0, 1, False
-        with torch.no_grad():
-            for slot in rest.arrived:
-                self._accept(slot)
-            if rest.repeats > 0:
-                self._accept_repeated(rest.taken)
-
-    def _accept_repeated(self, taken: Sequence[ParameterSlot]) -> None:
-        """Some parameters have come again after a run had taken them in."""
-        if self.options.placement is Placement.OWNED:
-            for slot in taken:
-                if slot.parameter.grad is not None:
-                    slot.seen += 1
-                    self._intake.take_late(slot)
-            return
-        again = arriving()
-        for slot in self.slots:
-            if slot.parameter is again:
-                slot.seen += 1
-                self._accept_unexpected(slot)
-
-    def _show_rolled(self) -> None:
-        """Let the slots of the roll say what has come for them, as those with a hook of their own do."""
-        if self._rolled and self._roll is not None:
-            for slot in self._roll.slots:
-                slot.seen, slot.left, slot.hot = 1, 0, False
-        self._rolled = False
-
-    def _bucket_is_full(self, bucket: Bucket) -> None:
+    def bucket_is_full(self, bucket: Bucket) -> None:
+        """All that a bucket waits for has come."""
         self.layout.launches.mark_ready(bucket.index)
         if not self._static_first and not self._first_on_streams and not self.hold():
             self._launch()
@@ -463,28 +218,31 @@ class Reducer:
 
     def launch_ready(self) -> None:
         """Launch the full buckets that were held."""
-        if self._mode is Mode.SYNC and not self._static_first:
+        if self.mode is Mode.SYNC and not self._static_first:
             with torch.no_grad():
                 self._launch()
 
     # -- the step --------------------------------------------------------------------------------------------------
 
-    def _begin_backward(self) -> None:
+    def begin_backward(self) -> None:
         """The first gradient of a pass: decide what this pass does, and get the buckets ready."""
-        self._check_not_broken()
+        self._standing.check()
         if self.gate():
             self._begin_step()
         else:
-            self._mode = Mode.KEEP
+            self.mode = Mode.KEEP
             self.stats.kept += 1
 
     def _begin_step(self) -> None:
-        self._read_awaited()
+        report = self._reports.read_awaited(self.layout, self.group, step=self.step)
+        if report is not None:
+            for action in self.on_report:
+                action(report)
         if self.before_step is not None:
             self.before_step()
         try:
-            self._rejoin()
-            self._drain()
+            self._standing.rejoin(self.step)
+            self._standing.drain()
             change = self.layout.first_change()
             self.planner.apply_agreed_order()
             if change is not None:
@@ -492,15 +250,12 @@ class Reducer:
         except PhalanxError as error:  # in what all ranks do here: there are no buckets to go on with
             self._break(error, tell=False)
             raise
-        self._mode = Mode.SYNC
+        self.mode = Mode.SYNC
         undivided = self._carrier.begin(divisor=self.divisor)
         weight = self._weight.scale / self._weight_unit if self._weight.given else 1.0
         self._intake.begin(self.buckets, weight if undivided else weight / (self.divisor or self.group.size))
         self.layout.start_step(certain=self.options.static and self._learnt)
-        self._rolled = self._order_lost = False
-        # Compiled autograd compiles anew for other hooks, so they stay what they are.
-        records = self._roll is None and self.stats.steps >= self._record_from and not grad_hooks.compiler.in_pass()
-        self._came = [] if records else None
+        self.arrivals.begin_step()
         self.stats.buckets_launched = 0
         self.stats.times.first_gradient_ns = time.perf_counter_ns()
         if events.listeners:
@@ -508,18 +263,14 @@ class Reducer:
 
     def _end_of_backward(self) -> None:
         """The root pass is over."""
-        if self._mode is Mode.KEEP:
-            self._mode = None
-            if self._roll is not None and self._roll.is_open:
-                for slot in self._roll.finish().arrived:
-                    slot.dirty = self._intake.irregular = True
-        elif self._mode is Mode.SYNC:
-            self._pass = _NO_PASS
+        if self.mode is Mode.KEEP:
+            self.mode = None
+            self.arrivals.end_kept_pass()
+        elif self.mode is Mode.SYNC:
             self.stats.times.backward_end_ns = time.perf_counter_ns()
-            self._call_the_rest()
+            self.arrivals.end_pass()
             if not self.options.settle_unused and not self._static_first and not self.layout.launches.all_ready:
-                if self._roll is not None:
-                    self._disband()
+                self.arrivals.disband()
                 return  # torch's contract: a later pass may complete it, or the next forward raises
             self._complete_step()
 
@@ -540,7 +291,7 @@ class Reducer:
                 self._settle()
                 report = self._finalize(self._launch_rest(Flag(0)))
             except PhalanxError as error:
-                if self._mode is not None:
+                if self.mode is not None:
                     if self._carrier.hook is not None and isinstance(error, PeerFailedError):
                         self._part("waited")
                     else:
@@ -558,19 +309,18 @@ class Reducer:
             except PhalanxError as error:  # all ranks compare at this point: each finds out by itself
                 self._break(error, tell=False)
                 raise
-            self._raise_hindsight()
+            self._reports.raise_hindsight()
 
     def synchronize(self) -> None:
         """Take part in a step without a backward pass: reduce what is unsynchronised here, and zeros for the rest.
 
         Collective: it is this rank's part in the step that the other ranks take part in by a backward pass or likewise.
         """
-        if self._mode is Mode.SYNC:
+        if self.mode is Mode.SYNC:
             self.abandon() if self.options.settle_unused else self.reset()
-        self._check_not_broken()
-        self._mark_unreduced()
-        for slot in self._roll.slots if self._roll is not None else ():
-            slot.seen, slot.left, slot.hot = 0, 1, False
+        self._standing.check()
+        self.arrivals.mark_unreduced()
+        self.arrivals.expect_nothing()
         with torch.no_grad():
             self._begin_step()
         self._complete_step()
@@ -608,15 +358,9 @@ class Reducer:
                     if gradient is not None:
                         gradient.mul_(factor)
 
-    def _mark_unreduced(self) -> None:
-        """What no reduction has left in ``.grad`` came from elsewhere: it is this rank's own."""
-        for slot in self.slots:
-            if slot.parameter.grad is not None and slot.parameter.grad is not slot.shown:
-                slot.dirty = self._intake.irregular = True
-
     def unfinished(self) -> list[ParameterSlot]:
         """What the step under way still waits for; empty between steps."""
-        if self._mode is not Mode.SYNC and not self.graph_changed:
+        if self.mode is not Mode.SYNC and not self.graph_changed:
             return []
         waiting = [slot for slot in self.slots if slot.left > 0]
         return waiting or (list(self.slots) if self.graph_changed else [])
@@ -625,15 +369,11 @@ class Reducer:
 
     def reset(self) -> None:
         """Forget the step under way, on this rank alone: what was launched is waited for before the next begins."""
-        self._draining += [bucket.work for bucket in self.buckets if bucket.work is not None]
+        self._standing.drain_later(bucket.work for bucket in self.buckets if bucket.work is not None)
         for bucket in self.buckets:
             bucket.work = None
-        self._mode = None
-        self._pass = _NO_PASS
-        self._rolled = False
-        self._came = None
-        if self._roll is not None:
-            self._roll.stand_by()
+        self.mode = None
+        self.arrivals.forget()
         self._weight.clear()
         if self.planner.arrivals:
             self.planner.arrivals = []
@@ -644,8 +384,7 @@ class Reducer:
 
         They raise an error that names this rank, and all ranks stay in step, so training may go on.
         """
-        mode, self._pass = self._mode, _NO_PASS
-        if mode is not Mode.SYNC or self._broken is not None:
+        if self.mode is not Mode.SYNC or self._standing.is_broken:
             self.reset()
             return
         try:
@@ -654,7 +393,7 @@ class Reducer:
                 self._part(f"broke off with {self.stats.buckets_launched} buckets sent")
                 return
             with torch.no_grad():
-                self._draining += self._launch_rest(Flag.FAILED)
+                self._standing.drain_later(self._launch_rest(Flag.FAILED))
         except Exception as error:  # called while another exception is on its way to the user: that one counts
             logger.warning("rank %d could not tell its peers that its backward failed: %s", self.group.rank, error)
         self.reset()
@@ -662,42 +401,21 @@ class Reducer:
 
     def abandon_stale(self) -> None:
         """Give up a pass that was broken off unnoticed; called where no pass can be under way in this thread."""
-        if self._mode is not None and self.options.settle_unused and current_pass() == -1:
+        if self.mode is not None and self.options.settle_unused and current_pass() == -1:
             self.abandon()
 
     def _fail_in_bucket_hook(self, error: Exception) -> None:
         """A bucket hook raised. Which collectives it has left undone nobody knows: ranks that wait are told to give up."""
-        if self._mode is Mode.SYNC:
+        if self.mode is Mode.SYNC:
             self.group.post_failure(self.topic, f"its communication hook raised {type(error).__name__}: {error}")
             where = " ".join(getattr(error, "__notes__", ()))
             self._part(f"broke off with {self.stats.buckets_launched} buckets sent {where}".rstrip())
 
     def _part(self, how: str) -> None:
         """A step under a hook broke off. It may have left collectives open, on some ranks and not on others."""
-        self._parted = how
+        self._standing.part(how)
         self.reset()
         self.stats.steps += 1
-
-    def _rejoin(self) -> None:
-        """Before anything is sent again: go on if the step broke off alike on all ranks, and on none if not.
-
-        Otherwise a collective that one rank left open would be taken for another's, with no error or with an abort.
-        """
-        if self._parted is None:
-            return
-        how, self._parted = self._parted, None
-        said = [
-            part.decode() for part in self.group.exchange("step broken off", how.encode(), timeout_s=AGREE_WITHIN_S)
-        ]
-        if len(set(said)) > 1:
-            raise PeerFailedError(
-                "an earlier step did not end alike on all ranks, and what its communication hook has left open is not "
-                f"known ({'; '.join(f'rank {rank} {end}' for rank, end in enumerate(said))}). Give the module another "
-                "process group, or build it anew",
-                failed_ranks=[rank for rank, end in enumerate(said) if end != "waited"],
-                rank=self.group.rank,
-                step=self.step,
-            )
 
     def _drop(self, error: PhalanxError) -> NoReturn:
         """All ranks read the same report, so all drop this step alike. They stay together and may train on."""
@@ -712,21 +430,11 @@ class Reducer:
 
     def _break(self, error: PhalanxError, *, tell: bool = True) -> None:
         """This rank did not come to the end of what all ranks share, and no longer knows where the others are."""
-        self._broken = copy.copy(error)  # without its traceback, which leads to the model: a circle through its hooks
+        self._standing.break_off(error)
         if tell and isinstance(error, PeerFailedError):  # all who wait in this step read it; who failed waits elsewhere
             self.group.post_failure(f"{self._plan_topic}, answered", str(error))
         elif tell and not isinstance(error, PeerLostError | GroupAbortedError):
             self.group.post_failure("", str(error))
-
-    def _check_not_broken(self) -> None:
-        if self._broken is not None:
-            raise copy.copy(self._broken)
-
-    def _drain(self) -> None:
-        """What an abandoned step has launched must be over before its buffers are used again."""
-        works, self._draining = self._draining, []
-        for work in works:
-            work.wait()
 
     def _replan_for_new_layout(self, change: str) -> None:
         """Parameters were cast, moved or resized in place. Ranks must have done so alike: they compare before going on."""
@@ -749,7 +457,7 @@ class Reducer:
         for bucket in self.buckets:
             if bucket.state is not BucketState.FILLING:
                 continue
-            for slot in bucket.individual if self._rolled else bucket.slots:
+            for slot in bucket.individual if self.arrivals.rolled else bucket.slots:
                 if fills_now and slot.seen:
                     self._intake.fill(slot)
                 elif not slot.seen or slot.left > 0:
@@ -794,11 +502,11 @@ class Reducer:
             self._launch(backward_is_over=True)
         used, late = None, []
         if self._intake.irregular or flags & Flag.FAILED:
-            self._show_rolled()
+            self.arrivals.show_rolled()
             used = None if all(slot.seen for slot in layout.slots) else [slot.seen > 0 for slot in layout.slots]
             late = [bucket.index for bucket in self.buckets if any(slot.late is not None for slot in bucket.slots)]
         weight = self._weight.total if self._shadows is None else self._shadows
-        self._said = layout.control.alone(used=used, late=late, weight=weight, flags=flags)
+        self._reports.say(layout, used=used, late=late, weight=weight, flags=flags)
         if late and layout.on_streams:
             self._refuse_late(late)
         if self._must_read_now and is_capturing(layout.control_tensor.device):
@@ -811,7 +519,7 @@ class Reducer:
                 )
             )
         if self._carrier.communicates:
-            layout.control.write(layout.control_tensor, used=used, late=late, weight=weight, flags=flags)
+            self._reports.write(layout)
         if layout.rides:
             self._launch(backward_is_over=True)
         works = [bucket.work for bucket in self.buckets if bucket.work is not None]
@@ -823,7 +531,10 @@ class Reducer:
         """Wait for all reductions, read the report, and hand the averages out."""
         waited_s = self._wait_for(works)
         layout = self.layout
-        report = self._read_report(layout)
+        averaged = layout.rides and self._carrier.averages and self.group.size > 1
+        report = self._reports.read(
+            layout, communicates=self._carrier.communicates, averaged=averaged, now=self._must_read_now
+        )
         self._raise_for_failed(report)
         for bucket in self.buckets:
             if bucket.sparse_sum is not None:  # taken back in handing out, where no rank used it
@@ -837,7 +548,7 @@ class Reducer:
         self.stats.waited_s += waited_s
         self.stats.times.finalized_ns = time.perf_counter_ns()
         self.stats.used_by = report.used
-        self._mode = None
+        self.mode = None
         self._weight.clear()
         self._passes.forget()
         for bucket in self.buckets:
@@ -846,52 +557,10 @@ class Reducer:
             events.emit(events.StepFinalized(self.name, self.stats.steps, waited_s, unused))
         return report
 
-    def _read_report(self, layout: Layout) -> Report:
-        """What all ranks have to say of this step; or what this rank expects them to, where reading must wait."""
-        said = self._said
-        if not self._carrier.communicates:
-            return said
-        averaged = layout.rides and self._carrier.averages and self.group.size > 1
-        if layout.deferred is None or self._must_read_now:
-            return layout.control.read(layout.control_tensor, averaged=averaged)
-        if not is_capturing(layout.control_tensor.device):
-            layout.deferred.start(layout.control_tensor, averaged=averaged, flags=said.flags[0])
-            self._awaited = layout.deferred
-        # Whether the others' modules train is not known: then buffers are synchronised in any case, alike on all.
-        return layout.control.expected(said.flags[0] | Flag.TRAINING)
-
     @property
     def _must_read_now(self) -> bool:
         """Whether this rank has something unusual to tell, or a loop that needs to know of the others' in each step."""
-        said = self._said
-        usual = said.used is None and not said.late and not said.flags[0] & ~Flag.TRAINING and said.weights[0] == 1.0
-        return not usual or self.before_step is not None
-
-    def _read_awaited(self) -> None:
-        """Before a step sends anything: what the others had to say of the last one, where this rank has gone on.
-
-        An error in it is raised when this step is over. Raised now, this rank would send nothing, and the others, who
-        have known since the last step, would add up their gradients of this one with this rank's of the next.
-        """
-        if self._awaited is None or is_capturing(self.layout.control_tensor.device):
-            return
-        awaited, self._awaited = self._awaited, None
-        report = awaited.read()
-        if report is None:
-            return
-        failed = report.ranks_with(Flag.FAILED)
-        if failed:
-            self._hindsight = PeerFailedError(
-                f"rank {failed[0]} raised in its backward pass of step {self.step - 1}, the step before this one, which "
-                "this rank has finished: its gradients lacked that rank's part. Go back to a checkpoint, or stop",
-                failed_ranks=failed,
-                rank=self.group.rank,
-                step=self.step - 1,
-            )
-        elif wrong := self._wrong_weights(report):  # this rank gave none
-            self._hindsight = ReducerStateError(wrong, rank=self.group.rank, step=self.step - 1)
-        for action in self.on_report if report.ranks_with(Flag.CHANGED) else ():
-            action(report)
+        return not self._reports.is_usual or self.before_step is not None
 
     def _refuse_late(self, late: list[int]) -> NoReturn:
         names = [slot.name for index in late for slot in self.buckets[index].slots if slot.late is not None]
@@ -935,31 +604,15 @@ class Reducer:
             )
             self._drop(error)
 
-    def _raise_hindsight(self) -> None:
-        error, self._hindsight = self._hindsight, None
-        if error is not None:
-            raise error
-
-    def _wrong_weights(self, report: Report) -> str:
-        """What is wrong with the weights that the ranks gave; nothing in most steps."""
-        weighted, out = report.ranks_with(Flag.WEIGHTED), report.ranks_with(Flag.OUT)
-        missing = [rank for rank in range(self.group.size) if weighted and rank not in weighted and rank not in out]
-        if missing:
-            return f"ranks {weighted} gave a weight for this step, ranks {missing} did not: give one on all, or on none"
-        total = _total_weight(report)
-        if weighted and total <= 0:
-            return f"the weights of all ranks add up to {total:g}: at least one must be positive"
-        return ""
-
     def _apply_weights(self, report: Report) -> None:
         weighted, out = report.ranks_with(Flag.WEIGHTED), report.ranks_with(Flag.OUT)
         self.share = 1 / (self.divisor or self.group.size)
         if not weighted and not out:
             return
-        wrong = self._wrong_weights(report)
+        wrong = wrong_weights(report)
         if wrong:
             self._drop(ReducerStateError(wrong, rank=self.group.rank, step=self.step))
-        total = _total_weight(report)
+        total = total_weight(report)
         if total == 0:
             return  # all ranks are out
         # A hook averages over all ranks by itself.
@@ -983,15 +636,5 @@ class Reducer:
                 slot.expected = slot.seen
         self._intake.irregular = False
         self._learnt = self._learnt or self._shadows is None
-        if self._roll is not None and self._order_lost:
-            self._disband()
-        elif self._roll is None and self._came is not None and self._shadows is None:
-            self._form(self._came)
-        self._came = None
+        self.arrivals.learn(from_this_step=self._shadows is None)
         self.planner.agree_on_order()
-
-
-def _total_weight(report: Report) -> float:
-    """Of those that count: who is out of a weighted step does not."""
-    weighted, out = report.ranks_with(Flag.WEIGHTED), report.ranks_with(Flag.OUT)
-    return sum(weight for rank, weight in enumerate(report.weights) if rank not in out or not weighted)

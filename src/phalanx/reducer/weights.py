@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from phalanx.reducer.unused import Flag, Report
+
 Reduction = Literal["mean", "sum"]
 
 
@@ -57,3 +59,21 @@ class StepWeight:
             return 1.0
         self._last = weight
         return 1.0 if reduction == "sum" else last / weight
+
+
+def total_weight(report: Report) -> float:
+    """Of those that count: who is out of a weighted step does not."""
+    weighted, out = report.ranks_with(Flag.WEIGHTED), report.ranks_with(Flag.OUT)
+    return sum(weight for rank, weight in enumerate(report.weights) if rank not in out or not weighted)
+
+
+def wrong_weights(report: Report) -> str:
+    """What is wrong with the weights that the ranks gave; nothing in most steps."""
+    weighted, out = report.ranks_with(Flag.WEIGHTED), report.ranks_with(Flag.OUT)
+    missing = [rank for rank in range(len(report.flags)) if weighted and rank not in weighted and rank not in out]
+    if missing:
+        return f"ranks {weighted} gave a weight for this step, ranks {missing} did not: give one on all, or on none"
+    total = total_weight(report)
+    if weighted and total <= 0:
+        return f"the weights of all ranks add up to {total:g}: at least one must be positive"
+    return ""

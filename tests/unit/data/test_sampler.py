@@ -96,6 +96,8 @@ def test_epochs_are_whole_whatever_the_worlds(stages: Sequence[tuple[int, int]],
     for world_size, num_draws in stages:
         samplers = _resumed(state, world_size, **options)
         for sampler in samplers:
+            if num_draws:  # also where too few are left for this world, and the draws are the next epoch's
+                last_world[sampler.epoch] = world_size
             drawn = list(itertools.islice(sampler, num_draws))
             used.setdefault(sampler.epoch, []).extend(drawn)
             if drawn:

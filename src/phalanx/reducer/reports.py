@@ -1,0 +1,94 @@
+"""What the ranks say of a step: written by each, read by all, at once or, where that would stop the host, a step later."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from phalanx.comm.group import Group
+from phalanx.errors import PeerFailedError, PhalanxError, ReducerStateError
+from phalanx.reducer.deferred import DeferredReport, is_capturing
+from phalanx.reducer.layout import Layout
+from phalanx.reducer.unused import Flag, Report
+from phalanx.reducer.weights import wrong_weights
+
+
+class Reports:
+    """This rank's report of the step under way, and what is not known yet of the last."""
+
+    def __init__(self) -> None:
+        self._said = Report(None, [], [], [])
+        self._awaited: DeferredReport | None = None
+        self._hindsight: PhalanxError | None = None
+
+    def say(
+        self, layout: Layout, *, used: Sequence[bool] | None, late: Sequence[int], weight: float, flags: Flag
+    ) -> None:
+        """Settle what this rank has to tell; `write` puts it where it travels."""
+        self._said = layout.control.alone(used=used, late=late, weight=weight, flags=flags)
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether this rank has nothing to tell but that all went well."""
+        said = self._said
+        return said.used is None and not said.late and not said.flags[0] & ~Flag.TRAINING and said.weights[0] == 1.0
+
+    def write(self, layout: Layout) -> None:
+        said = self._said
+        used = None if said.used is None else [bool(one) for one in said.used]
+        layout.control.write(
+            layout.control_tensor, used=used, late=said.late, weight=said.weights[0], flags=said.flags[0]
+        )
+
+    def read(self, layout: Layout, *, communicates: bool, averaged: bool, now: bool) -> Report:
+        """What all ranks have to say of this step; or what this rank expects them to, where reading can wait."""
+        said = self._said
+        if not communicates:
+            return said
+        if layout.deferred is None or now:
+            return layout.control.read(layout.control_tensor, averaged=averaged)
+        if not is_capturing(layout.control_tensor.device):
+            layout.deferred.start(layout.control_tensor, averaged=averaged, flags=said.flags[0])
+            self._awaited = layout.deferred
+        # Whether the others' modules train is not known: then buffers are synchronised in any case, alike on all.
+        return layout.control.expected(said.flags[0] | Flag.TRAINING)
+
+    @property
+    def awaits(self) -> bool:
+        """Whether the last step's report is still to be read."""
+        return self._awaited is not None
+
+    def read_awaited(self, layout: Layout, group: Group, *, step: int) -> Report | None:
+        """Before a step sends anything: what the others had to say of the last one, where this rank has gone on.
+
+        Returns the report where all ranks must act on it. An error in it is kept, and raised when this step is over:
+        raised now, this rank would send nothing, and the others, who have known since the last step, would add up their
+        gradients of this one with this rank's of the next.
+        """
+        if self._awaited is None or is_capturing(layout.control_tensor.device):
+            return None
+        awaited, self._awaited = self._awaited, None
+        report = awaited.read()
+        if report is None:
+            return None
+        failed = report.ranks_with(Flag.FAILED)
+        if failed:
+            self._hindsight = PeerFailedError(
+                f"rank {failed[0]} raised in its backward pass of step {step - 1}, the step before this one, which "
+                "this rank has finished: its gradients lacked that rank's part. Go back to a checkpoint, or stop",
+                failed_ranks=failed,
+                rank=group.rank,
+                step=step - 1,
+            )
+        elif wrong := wrong_weights(report):  # this rank gave none
+            self._hindsight = ReducerStateError(wrong, rank=group.rank, step=step - 1)
+        return report if report.ranks_with(Flag.CHANGED) else None
+
+    def raise_hindsight(self) -> None:
+        """Raise what was read of the last step, now that this one is over."""
+        error, self._hindsight = self._hindsight, None
+        if error is not None:
+            raise error
+
+    def forget(self) -> None:
+        """Another group: what the old one's ranks had to say may never be there to read."""
+        self._awaited = self._hindsight = None
