@@ -23,7 +23,8 @@ _Hook = Callable[[torch.Tensor], None]
 _keys = itertools.count()
 _hooks: dict[int, weakref.ref[FunctionType]] = {}
 _parameters: dict[int, weakref.ref[torch.Tensor]] = {}
-_late: list[int] = []
+_late: list[tuple[int, int]] = []  # the pass, and whose hook
+_in_capture = False
 _library: list[torch.library.Library] = []
 
 
@@ -46,9 +47,22 @@ def define() -> None:
     library = torch.library.Library("phalanx", "FRAGMENT")
     library.define("gradient_arrived(Tensor gradient, int key) -> ()")
     library.impl("gradient_arrived", _arrived, "CompositeExplicitAutograd")
-    torch.library.register_fake("phalanx::gradient_arrived", lambda gradient, key: None, lib=library)
+    torch.library.register_fake("phalanx::gradient_arrived", _captured, lib=library)
     _register_effectful_op(torch.ops.phalanx.gradient_arrived.default, _EffectType.ORDERED)
     _library.append(library)
+
+
+def _captured(gradient: torch.Tensor, key: int) -> None:
+    """The operator has become part of a graph."""
+    global _in_capture
+    _in_capture = True
+
+
+def seen_in_capture() -> bool:
+    """Whether the graph that is being captured has such arrivals; asked once for each."""
+    global _in_capture
+    seen, _in_capture = _in_capture, False
+    return seen
 
 
 def _arrived(gradient: torch.Tensor, key: int) -> None:
@@ -57,7 +71,7 @@ def _arrived(gradient: torch.Tensor, key: int) -> None:
         return
     before = parameter.grad
     if before is not None and engines.in_bucket(parameter, before):
-        _late.append(key)
+        _late.append((grad_hooks.current_pass(), key))
         grad_hooks.compiled_pass_open = True
         return
     parameter.grad = gradient
@@ -70,17 +84,12 @@ def _arrived(gradient: torch.Tensor, key: int) -> None:
 
 def finish() -> None:
     """The graph is over, and every ``.grad`` is what it is to be: call the hooks that have waited for that."""
-    late = list(_late)
-    _late.clear()
+    late = [key for number, key in _late if number == grad_hooks.current_pass()]
+    _late.clear()  # with those of a pass that was broken off
     for key in late:
         found, parameter = _find(key)
         if found is not None and parameter is not None:
             found(parameter)
-
-
-def forget() -> None:
-    """A graph was broken off."""
-    _late.clear()
 
 
 def _find(key: int) -> tuple[Any, torch.Tensor | None]:
