@@ -96,11 +96,9 @@ def test_epochs_are_whole_whatever_the_worlds(stages: Sequence[tuple[int, int]],
     for world_size, num_draws in stages:
         samplers = _resumed(state, world_size, **options)
         for sampler in samplers:
-            if num_draws:  # also where too few are left for this world, and the draws are the next epoch's
-                last_world[sampler.epoch] = world_size
             drawn = list(itertools.islice(sampler, num_draws))
             used.setdefault(sampler.epoch, []).extend(drawn)
-            if drawn:
+            if num_draws:  # or tried to: where too few were left for this world, it has ended the epoch
                 last_world[sampler.epoch] = world_size
         state = samplers[0].state_dict()
     last_epoch = max(used)
