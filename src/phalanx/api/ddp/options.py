@@ -117,6 +117,8 @@ def _index(device: int | torch.device | str) -> int:
     if isinstance(device, int):
         return device
     if torch.device(device).type == "cpu":
-        raise ValueError(f"device_ids and output_device must name an accelerator, as the module is on one; got {device}")
+        raise ValueError(
+            f"device_ids and output_device must name an accelerator, as the module is on one; got {device}"
+        )
     index = torch.device(device).index
     return torch.cuda.current_device() if index is None else index
