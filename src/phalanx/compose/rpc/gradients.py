@@ -179,7 +179,11 @@ class RpcGradients:
 
 def _arrival(this: weakref.ref[RpcGradients], index: int) -> Callable[..., None]:
     def on_gradient(_: Any, gradients: tuple[torch.Tensor | None, ...]) -> None:
-        if in_context_pass() and gradients[0] is not None and (owner := this()) is not None:
+        owner = this()
+        if owner is None or gradients[0] is None:
+            return
+        # Until torch 2.12 the node is current when it is only captured, too: there the outputs' hook has to tell.
+        if in_context_pass() or current_pass() in owner._by_task:
             owner._arrived(index)
 
     return on_gradient
