@@ -133,3 +133,16 @@ def test_averages_kept_by_the_user_outlive_the_model() -> None:
 
 def _raise(_: object) -> None:
     raise KeyError("on purpose")
+
+
+@ranks(2)
+def test_an_instance_that_is_gone_takes_no_part() -> None:
+    """The same module wrapped again: only the new instance's hooks are left, also after a join in which a rank ran out."""
+    rank, module = dist.get_rank(), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    for num_batches in (2, 3, 4):
+        model = px.DistributedDataParallel(module, find_unused_parameters=True)
+        with model.join():
+            for _ in range(num_batches * rank):
+                model(torch.ones(2, 3)).sum().backward()
+        del model
+        assert [len(p._post_accumulate_grad_hooks or ()) for p in module.parameters()] == [0, 0, 0, 0]

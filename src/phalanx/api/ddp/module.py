@@ -242,6 +242,8 @@ class DistributedDataParallel(BufferSync, DelayedParameters, TorchDDP):
             options=options,
             name=type(self.module).__name__,
         )
+        # The parameters' hooks keep the engine. Left behind, they would take part in what another instance does with them.
+        weakref.finalize(self, self._engine.remove_hooks).atexit = False
         self.logger = Logger(self._engine)
         self._engine.on_error = self.logger.set_error_and_log
         self.reducer = TorchReducer(
