@@ -143,9 +143,10 @@ class _C10dWork(Work):
             try:
                 self._work.wait(timedelta(seconds=LOOK_EVERY_S))
                 return
-            except RuntimeError as error:
-                if self._work.is_completed():
-                    raise self._group.explain(error, self._what) from error
+            except RuntimeError:
+                if self._work.is_completed():  # it failed, or it ended well just after this look
+                    self._wait_for_completed()
+                    return
             self._group.check_notices()
             if timeout_s is not None and time.monotonic() - began > timeout_s:
                 raise CollectiveTimeoutError(
@@ -153,6 +154,12 @@ class _C10dWork(Work):
                     rank=self._group.rank,
                     group=self._group.name,
                 )
+
+    def _wait_for_completed(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._group.explain(error, self._what) from error
 
 
 class C10dGroup(Group):
