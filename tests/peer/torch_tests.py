@@ -100,6 +100,12 @@ class TestPeer(distributed_test.TestDistBackend, distributed_test.DistributedTes
             # this process runs no tensor operation, so that its forked children may
             self._start_processes(torch.multiprocessing.get_context("fork").Process)
 
+    def _run_uneven_inputs_test(self, test_case, *args, **kwargs):
+        # On one thread a convolution over its 1000 x 1000 image takes a minute, a hundred times over.
+        if device == "cpu" and test_case.name == "large_conv_model":
+            test_case = test_case._replace(inp=test_case.inp[..., :40, :40].contiguous())
+        super()._run_uneven_inputs_test(test_case, *args, **kwargs)
+
 
 if __name__ == "__main__":
     initialize_temp_directories()
