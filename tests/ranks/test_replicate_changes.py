@@ -23,7 +23,7 @@ from torch import nn
 
 import phalanx as px
 from phalanx.errors import MismatchError, PeerFailedError, PhalanxError, ReducerStateError, UnsynchronizedStepError
-from phalanx.testing import ranks
+from phalanx.testing import ranks, run_ranks
 
 
 def typed_loss(m: nn.Module, rank: int, step: int) -> torch.Tensor:
@@ -288,3 +288,19 @@ def test_an_optimizer_of_something_else_is_left_alone() -> None:
         other(torch.ones(2)).sum().backward()
         optimizer.step()
     assert px.step_stats(model).steps == 0
+
+
+@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+def test_a_parameter_replaced_on_one_rank_alone_is_an_error_on_all(backend: str) -> None:
+    run_ranks(_replace_on_one_rank, 2, backend=backend)
+
+
+def _replace_on_one_rank() -> None:
+    torch.manual_seed(0)
+    model = px.replicate(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)))
+    for _ in range(4):
+        model(torch.ones(2, 3)).sum().backward()
+    if dist.get_rank() == 1:  # by an equal one: comparing the models shows no difference
+        model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+    with pytest.raises(px.errors.ReducerStateError, match=r"0.weight was replaced or unfrozen on ranks \[1\]"):
+        model(torch.ones(2, 3)).sum().backward()

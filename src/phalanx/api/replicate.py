@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,6 +28,7 @@ from phalanx.reducer.options import ReducerOptions, ReducerStats
 from phalanx.reducer.plan import MIB, BucketPolicy
 from phalanx.reducer.reducer import Reducer
 from phalanx.reducer.spread import part_of, problem_with_spread
+from phalanx.reducer.standing import AGREE_WITHIN_S
 from phalanx.reducer.unused import Flag, Report
 from phalanx.reducer.verify import TensorEntry, verify_same
 from phalanx.reducer.watch import ModuleWatch, expects_sparse, named_trained_parameters
@@ -218,7 +220,8 @@ class Replica:
         self.buffers = BufferSync(module, group, buffers, ignored)
         self.reducer.gate = self._synchronises_now
         self.reducer.own_flags = self._flags
-        self.reducer.on_report = [self._after_change, self.buffers.after_step, self._say_unused]
+        self.reducer.on_change = self._after_change
+        self.reducer.on_report = [self.buffers.after_step, self._say_unused]
         optimizer_watch.watch(self)
         engines.add(self.reducer)
         if lowering is not None:
@@ -297,8 +300,25 @@ class Replica:
         named = named_trained_parameters(module, self._ignored.__contains__)
         self.reducer.replan(named, sparse=expects_sparse(module, named), reason="parameters were frozen or replaced")
         missed = [slot.index for slot in self.reducer.slots if id(slot.parameter) not in known]
+        self._check_missed_alike(missed)
         self.reducer.reduce_now(missed, self.reducer.share)
         optimizer_watch.forget_optimizers()
+
+    def _check_missed_alike(self, missed: list[int]) -> None:
+        """What was replaced or unfrozen must be so on all ranks: elsewhere its gradient is already in an average."""
+        parts = self.group.exchange("parameters replaced", json.dumps(missed).encode(), timeout_s=AGREE_WITHIN_S)
+        by_rank = [set(json.loads(part)) for part in parts]
+        differing = sorted(set.union(*by_rank) - set.intersection(*by_rank))
+        if differing:
+            names = [self.reducer.slots[index].name for index in differing]
+            ranks = [rank for rank, indices in enumerate(by_rank) if differing[0] in indices]
+            raise ReducerStateError(
+                f"parameter {names[0]} was replaced or unfrozen on ranks {ranks} and not on the others: do so on every "
+                "rank, between the same two steps",
+                rank=self.group.rank,
+                step=self.reducer.stats.steps,
+                parameters=names,
+            )
 
     def _say_unused(self, report: Report) -> None:
         if self.said_unused or report.used is None or self.group.rank != 0:

@@ -68,6 +68,8 @@ class Reducer:
         """Asked at the end of a pass: what else this rank has to tell the others."""
         self.before_step: Callable[[], None] | None = None
         """Called on every rank before a step's first collective: may use the group, and raise instead of the step."""
+        self.on_change: Callable[[Report], None] = lambda report: None
+        """Called on every rank before those of `on_report` when some rank's parameters are not what was agreed on."""
         self.on_report: list[Callable[[Report], None]] = []
         """Called on every rank, in the same order, when a step's gradients are averaged: may use the group."""
         self.on_error: Callable[[str], None] = lambda message: None
@@ -236,8 +238,7 @@ class Reducer:
     def _begin_step(self) -> None:
         report = self._reports.read_awaited(self.layout, self.group, step=self.step)
         if report is not None:
-            for action in self.on_report:
-                action(report)
+            self.on_change(report)
         if self.before_step is not None:
             self.before_step()
         try:
@@ -304,6 +305,8 @@ class Reducer:
             finally:
                 self.group.topics -= topics
             try:
+                if report.ranks_with(Flag.CHANGED):
+                    self.on_change(report)
                 for action in self.on_report:
                     action(report)
             except PhalanxError as error:  # all ranks compare at this point: each finds out by itself
