@@ -21,6 +21,7 @@ from torch.nn.parallel.distributed import _tree_flatten_with_rref
 from phalanx.api import engines, optimizer_watch
 from phalanx.api.ddp import contexts
 from phalanx.api.ddp.buffer_sync import BufferSync
+from phalanx.api.ddp.comm_hooks import CommHooks
 from phalanx.api.ddp.construction import (
     choose_buffer_sync,
     choose_group,
@@ -31,6 +32,7 @@ from phalanx.api.ddp.construction import (
 )
 from phalanx.api.ddp.delayed import DelayedParameters, problem_with_delay
 from phalanx.api.ddp.inputs import to_device
+from phalanx.api.ddp.joining import Joining
 from phalanx.api.ddp.logger import Logger
 from phalanx.api.ddp.mixed_precision import cast_module, precision_of
 from phalanx.api.ddp.options import BucketCaps, Devices, engine_options
@@ -38,9 +40,7 @@ from phalanx.api.ddp.pickling import nearest_importable, new
 from phalanx.api.ddp.torch_reducer import TorchReducer
 from phalanx.api.lowering import Lowering
 from phalanx.comm.c10d import C10dGroup, group_of
-from phalanx.hooks.builtin import builtin_hook
-from phalanx.hooks.call import HookCall, TorchHook, hook_name
-from phalanx.hooks.registration import problem_with_hook
+from phalanx.hooks.call import TorchHook
 from phalanx.optim.in_backward import StepInBackward, keep, problem_with_parameters, take_over
 from phalanx.reducer.reducer import Reducer
 from phalanx.reducer.watch import expects_sparse
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class DistributedDataParallel(BufferSync, DelayedParameters, TorchDDP):
+class DistributedDataParallel(BufferSync, CommHooks, DelayedParameters, Joining, TorchDDP):
     """Wraps a module so that backward averages its gradients over the ranks: torch's class, on Phalanx's engine.
 
     Arguments, attributes and errors are those of `torch.nn.parallel.DistributedDataParallel`, whose documentation
@@ -460,91 +460,6 @@ class DistributedDataParallel(BufferSync, DelayedParameters, TorchDDP):
         if syncs:
             self.logger.forward_ended(time.perf_counter_ns())
         return output
-
-    # -- hooks ----------------------------------------------------------------------------------------------------
-
-    def register_comm_hook(self, state: object, hook: TorchHook) -> None:
-        """Let `hook(state, bucket)` average the buckets: it returns a Future that holds a tensor like the buffer."""
-        self._check_comm_hook(hook)
-        self._check_first_hook()
-        assert self.logger is not None
-        self.logger._set_comm_hook_name(hook_name(hook))
-        self._comm_hooks.append((hook, state))
-        self._use_hook(hook, state)
-
-    def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
-        self._check_first_hook()
-        assert self.logger is not None
-        self.logger._set_comm_hook_name(str(comm_hook_type))
-        hook = builtin_hook(comm_hook_type)
-        self._comm_hooks.append((hook, self.process_group))
-        self._use_hook(hook, self.process_group)
-
-    def _use_hook(self, hook: TorchHook, state: object) -> None:
-        engine = self._engine
-        self._hook_call = HookCall(hook, state, self._group(), lambda: len(engine.buckets))
-        engine.set_bucket_hook(self._hook_call.weakly())
-
-    def _check_first_hook(self) -> None:
-        if self._comm_hooks:
-            self._log_and_throw(
-                RuntimeError, "register_comm_hook or register_builtin_comm_hook can only be called once."
-            )
-
-    def _check_comm_hook(self, hook: Any) -> None:
-        problem = problem_with_hook(hook)
-        if problem is not None:
-            self._log_and_throw(type(problem), str(problem))
-
-    # -- joining --------------------------------------------------------------------------------------------------
-
-    @property
-    def _distributed_rank(self) -> int:
-        return dist.get_rank(self.process_group)
-
-    def _sync_final_model(self, is_last_joiner: bool) -> None:
-        self._authoritative_rank = self._find_common_rank(self._distributed_rank, is_last_joiner)
-        self._sync_module_states(source=self._authoritative_rank, buffers=self.forward_sync_buffers)
-
-    def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> bool | None:
-        """Tell ranks that have run out whether this forward's backward synchronises, and whether in a context."""
-        syncs = not is_joined_rank and self.require_backward_grad_sync
-        in_context = syncs and torch.is_grad_enabled() and contexts.current() is not None
-        said = torch.tensor([float(syncs), float(in_context)], device=self.device)
-        work = dist.all_reduce(said, group=self.process_group, async_op=True)
-        if not is_joined_rank:
-            return None
-        assert work is not None
-        work.wait()
-        num_syncing, num_in_context = (round(number) for number in said.tolist())
-        if 0 < num_in_context < num_syncing:
-            error = f"{num_in_context} of {num_syncing} ranks ran this forward in a context of distributed autograd"
-            raise RuntimeError(f"{error}: all must, or none")
-        self._shadows_context = num_in_context > 0
-        return num_syncing > 0
-
-    def _match_all_reduce_for_bwd_pass(self) -> None:
-        """A rank that has run out takes part in the others' step with zeros, and leaves its own gradients alone."""
-        engine = self._engine
-        # Of several that are joined together only the first counts who is left; the others divide by all, as in torch.
-        by_initial_size = bool(self._divide_by_initial_world_size) or not self._join_config.is_first_joinable
-        engine.divisor = None if by_initial_size else 1  # as on the others: the same reduction, whatever they divide by
-        if self._shadows_context:
-            self._context_gradients().shadow(divisor=engine.divisor)
-            return
-        own = [(slot.parameter, slot.parameter.grad, slot.dirty) for slot in engine.slots]
-        in_bucket = {
-            id(p): grad.clone() for (p, grad, _), slot in zip(own, engine.slots, strict=True) if grad is slot.shown
-        }
-        # By torch's contract a joined rank still counts, unless the average is over those that have not joined.
-        engine.shadow(weight=1.0 if by_initial_size or self._comm_hooks else 0.0)
-        slots = {id(slot.parameter): slot for slot in engine.slots}
-        for parameter, gradient, dirty in own:
-            slots[id(parameter)].dirty = dirty
-            parameter.grad = in_bucket.get(id(parameter), gradient)
-
-    def _match_unused_params_allreduce(self) -> None:
-        """Which parameters were used travels with the gradients."""
 
     # -- the rest of torch's interface ----------------------------------------------------------------------------
 
