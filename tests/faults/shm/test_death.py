@@ -115,12 +115,13 @@ shm.register()
 rank, size, path, how = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 timeout = timedelta(seconds=20)
 dist.init_process_group("phalanx", init_method=f"file://{path}", rank=rank, world_size=size, timeout=timeout)
-dist.barrier()
 if rank == 2:
+    dist.barrier()
     if how == "raise":
         raise ValueError("the loss is not finite")
     sys.exit(0)
 try:
+    dist.barrier()  # which rank 2 may have left, and failed, before others have
     dist.all_reduce(torch.ones(3))
 except RuntimeError as error:
     print(type(error).__name__, error)
@@ -139,7 +140,8 @@ def _run_scripts(tmp_path: Path, how: str) -> list[str]:
         for r in range(4)
     ]
     try:
-        return [rank.communicate(timeout=40)[0] for rank in ranks]
+        said = [rank.communicate(timeout=40) for rank in ranks]
+        return [out or err for out, err in said]  # a rank that fails otherwise says so there
     finally:
         for rank in ranks:
             rank.kill()
