@@ -107,7 +107,7 @@ class ParameterSlot:
         if expected == 0 and not certain and (self.sticky or self.parameter.grad is not None):
             expected = 1
         self.left = expected
-        self.hot = expected == 1 and not self.bucket.spec.sparse
+        self.hot = expected == 1 and self.bucket.takes_hot
         self.seen = 0
         self.late = None
         self.stale = None
@@ -126,6 +126,8 @@ class Bucket:
         wire_dtype: torch.dtype | None = None,
     ) -> None:
         self.spec = spec
+        # Whether the plain arrival may be the short one: on a GPU the stream has to be looked at.
+        self.takes_hot = spec.device.type == "cpu" and not spec.sparse
         self.state = BucketState.FILLING
         self.slots: list[ParameterSlot] = []
         self.individual: list[ParameterSlot] = []

@@ -122,9 +122,9 @@ class Layout:
         if list(map(torch.Tensor.data_ptr, self._shown_parts)) != self._addresses:
             self._show_anew()
         for slot in self._individual:
-            if slot.expected == 1 and not slot.bucket.spec.sparse:  # written out: this may run for every parameter
+            if slot.expected == 1 and slot.bucket.takes_hot:  # written out: this may run for every parameter
                 slot.left = 1
-                slot.hot = slot.bucket.spec.device.type == "cpu"
+                slot.hot = True
                 slot.seen = 0
             else:
                 slot.start_step(certain=certain)
