@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+import torch._inductor.config
 import torch.distributed as dist
 from tests.ranks.compiled import (
     NUM_LAYERS,
@@ -232,7 +233,8 @@ def test_inductor() -> None:
 
 def _inductor() -> None:
     rank, net = dist.get_rank(), Net()
-    losses = train(wrapped("compile_replicate", net, "inductor"), net, rank)
+    with torch._inductor.config.patch(compile_threads=1):  # its pool of threads would outlive the test
+        losses = train(wrapped("compile_replicate", net, "inductor"), net, rank)
     assert losses == pytest.approx(losses_alone(rank), rel=1e-4)
     assert graph_breaks() == 0
 

@@ -208,13 +208,19 @@ def shm_left_behind(before: frozenset[str]) -> list[str]:
     """Shared memory that appeared since `before` and that no living process uses.
 
     Called when the ranks are gone. Somebody else's program may have made a file meanwhile: a file that a process has
-    open or mapped is theirs.
+    open or mapped is theirs, and so is one that goes away by itself (between a close and its unlink it has no user).
     """
-    new = shm_files() - before
-    if not new:
-        return []
-    used = _files_in_use()
-    return [f"shared memory {_SHM / name} is still there" for name in sorted(new) if str(_SHM / name) not in used]
+    deadline = time.monotonic() + _SETTLE_S
+    left = _unused(shm_files() - before)
+    while left and time.monotonic() < deadline:
+        time.sleep(0.05)
+        left &= _unused(shm_files() - before)
+    return [f"shared memory {_SHM / name} is still there" for name in sorted(left)]
+
+
+def _unused(names: frozenset[str]) -> frozenset[str]:
+    used = _files_in_use() if names else set()
+    return frozenset(name for name in names if str(_SHM / name) not in used)
 
 
 def _files_in_use() -> set[str]:
