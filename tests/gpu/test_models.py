@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.gpu.device_ranks import (
     ALONE,
+    CLOSE,
     DEVICE,
     OURS,
     State,
@@ -66,9 +67,10 @@ def train_case(name: str, which: str, *, dtype: torch.dtype = torch.float32, ste
 def check_models() -> None:
     for name, case in CASES.items():
         faces = ["replicate", "replicate, small buckets", "ddp, unused"]
-        # Sparse gradients are added up by atomic operations on a GPU; zeroed in place they are only approximately zero.
         compare(
-            lambda which, name=name: train_case(name, which), faces + ([] if case.unused else ["ddp", "ddp, views"])
+            lambda which, name=name: train_case(name, which),
+            faces + ([] if case.unused else ["ddp", "ddp, views"]),
+            close=CLOSE if name == "sparse_embedding" else None,  # added up by atomic operations, in any order
         )
 
 

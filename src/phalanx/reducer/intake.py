@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 
 import torch
@@ -62,8 +63,8 @@ class Intake:
         for bucket, _ in run.counts:
             bucket.note_stream()
         if self.placement is Placement.OWNED:
-            for ref in run.refs:
-                ref().grad = None  # type: ignore[union-attr]  # it has just brought a gradient
+            for parameter in map(operator.call, run.refs):
+                parameter.grad = None  # type: ignore[union-attr]  # it has just brought one
         elif self.placement is Placement.VIEW:
             for slot in run.slots:
                 slot.parameter.grad = slot.shown

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -13,6 +15,7 @@ from phalanx.reducer.order import LaunchOrder
 from phalanx.reducer.plan import BucketPolicy, ParameterSpec, plan_buckets
 from phalanx.reducer.unused import ControlBlock
 
+_data_ptr: Callable[[Any], int] = torch.Tensor.data_ptr
 _CARRIES_CONTROL = (torch.float32, torch.float64)
 
 
@@ -82,7 +85,7 @@ class Layout:
         self._dense_refs = [slot.ref for slot in self._dense]
         self._shown = [slot.shown for slot in self._dense]
         self._shown_parts = [slot.part(slot.shown) for slot in self._dense]
-        self._addresses = list(map(torch.Tensor.data_ptr, self._shown_parts))
+        self._addresses = list(map(_data_ptr, self._shown_parts))
         self.look_at_each()
 
     def look_at_each(self, *, but: Sequence[ParameterSlot] = ()) -> None:
@@ -93,7 +96,10 @@ class Layout:
             bucket.individual = [slot for slot in bucket.slots if id(slot) not in rolled]
 
     def current_pointers(self) -> list[int]:
-        pointers = [-1 if (parameter := ref()) is None else parameter.data_ptr() for ref in self._refs]
+        try:
+            pointers = list(map(_data_ptr, map(operator.call, self._refs)))
+        except TypeError:  # some parameter is gone
+            pointers = [-1 if (parameter := ref()) is None else parameter.data_ptr() for ref in self._refs]
         for slot in self._spread:  # a tensor that is spread has no memory but its part's
             parameter = slot.ref()
             pointers.append(-1 if parameter is None else slot.part(parameter).data_ptr())
@@ -101,8 +107,8 @@ class Layout:
 
     def hand_out(self) -> None:
         """Make every dense gradient the view of its bucket: the end of a step in which all was used."""
-        for ref, shown in zip(self._dense_refs, self._shown, strict=True):
-            if (parameter := ref()) is not None:
+        for parameter, shown in zip(map(operator.call, self._dense_refs), self._shown, strict=True):
+            if parameter is not None:
                 parameter.grad = shown
 
     def first_change(self) -> str | None:
@@ -119,7 +125,7 @@ class Layout:
 
     def start_step(self, *, certain: bool = False) -> None:
         """Expect what earlier passes had; `certain` means that a wrong guess is the user's error, not to be mended."""
-        if list(map(torch.Tensor.data_ptr, self._shown_parts)) != self._addresses:
+        if list(map(_data_ptr, self._shown_parts)) != self._addresses:
             self._show_anew()
         for slot in self._individual:
             if slot.expected == 1 and slot.bucket.takes_hot:  # written out: this may run for every parameter

@@ -236,6 +236,8 @@ class Reducer:
             self.stats.kept += 1
 
     def _begin_step(self) -> None:
+        if self._weight.given or self.before_step is not None:
+            self._refuse_capture()
         report = self._reports.read_awaited(self.layout, self.group, step=self.step)
         if report is not None:
             self.on_change(report)
@@ -512,15 +514,8 @@ class Reducer:
         self._reports.say(layout, used=used, late=late, weight=weight, flags=flags)
         if late and layout.on_streams:
             self._refuse_late(late)
-        if self._must_read_now and is_capturing(layout.control_tensor.device):
-            self._drop(
-                ReducerStateError(
-                    "a step with unused parameters, weights or px.join cannot be captured in a CUDA graph: what the "
-                    "other ranks used has to be read on the host",
-                    rank=self.group.rank,
-                    step=self.step,
-                )
-            )
+        if self._must_read_now:
+            self._refuse_capture()
         if self._carrier.communicates:
             self._reports.write(layout)
         if layout.rides:
@@ -564,6 +559,17 @@ class Reducer:
     def _must_read_now(self) -> bool:
         """Whether this rank has something unusual to tell, or a loop that needs to know of the others' in each step."""
         return not self._reports.is_usual or self.before_step is not None
+
+    def _refuse_capture(self) -> None:
+        if is_capturing(self.layout.control_tensor.device):
+            self._drop(
+                ReducerStateError(
+                    "a step with unused parameters, weights or px.join cannot be captured in a CUDA graph: what the "
+                    "other ranks used has to be read on the host",
+                    rank=self.group.rank,
+                    step=self.step,
+                )
+            )
 
     def _refuse_late(self, late: list[int]) -> NoReturn:
         names = [slot.name for index in late for slot in self.buckets[index].slots if slot.late is not None]

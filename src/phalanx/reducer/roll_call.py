@@ -17,12 +17,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 
 import torch
 
 from phalanx.reducer.bucket import ParameterSlot
 from phalanx.reducer.grad_hooks import HookTable, count_hooks, hook_tables
-from phalanx.reducer.runs import Run, plan_runs
+from phalanx.reducer.runs import Run, gradients_of, plan_runs
 
 _nothing: Callable[[], None] = [].clear  # a C function that does nothing: the cheapest entry there is
 
@@ -113,7 +114,7 @@ class RollCall:
         for run in self._runs:
             run.taken = False
             run.before = None
-        if all(parameter is None or parameter.grad is None for parameter in [ref() for ref in self._refs]):
+        if not any(map(operator.is_not, gradients_of(self._refs), repeat(None))):
             return
         for run in self._runs:
             run.before = [

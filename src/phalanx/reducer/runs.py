@@ -7,12 +7,16 @@ until it is taken in, its gradients lie beside the bucket, and on the CPU they s
 
 from __future__ import annotations
 
+import operator
+import weakref
 from collections.abc import Sequence
+from itertools import repeat
 
 import torch
 
 from phalanx.reducer.bucket import Bucket, ParameterSlot
 
+_grad = operator.attrgetter("grad")
 RUN_BYTES_CPU = 256 * 1024
 RUN_BYTES_ELSEWHERE = 64 * 1024 * 1024
 # On the CPU, from this size on, multiplying while copying is cheaper than multiplying what was copied.
@@ -61,8 +65,7 @@ class Run:
         return self.device.type != "cuda" or current_stream(self.device) == self.slots[-1].stream
 
     def gradients(self) -> list[torch.Tensor | None]:
-        # A parameter that is gone cannot be told from one without a gradient: both have not arrived.
-        return [getattr(ref(), "grad", None) for ref in self.refs]
+        return gradients_of(self.refs)
 
     def has_arrived(self, place: int, gradient: torch.Tensor | None) -> bool:
         """Whether this pass has brought the gradient: there was none before, or another, or it was added to."""
@@ -75,8 +78,16 @@ class Run:
 
     def all_arrived(self, gradients: Sequence[torch.Tensor | None]) -> bool:
         if self.before is None:
-            return all(gradient is not None for gradient in gradients)
+            return all(map(operator.is_not, gradients, repeat(None)))
         return all(self.has_arrived(place, gradient) for place, gradient in enumerate(gradients))
+
+
+def gradients_of(refs: Sequence[weakref.ref[torch.nn.Parameter]]) -> list[torch.Tensor | None]:
+    """What lies in ``.grad``, of each. A parameter that is gone has none."""
+    try:
+        return list(map(_grad, map(operator.call, refs)))
+    except AttributeError:
+        return [getattr(ref(), "grad", None) for ref in refs]
 
 
 def plan_runs(slots: Sequence[ParameterSlot]) -> list[Run]:

@@ -43,6 +43,25 @@ def test_torchs_own_ddp_averages_gradients() -> None:
         torch.testing.assert_close(a.grad, b.grad)
 
 
+@pytest.mark.parametrize("by_initial", [True, False])
+def test_torchs_own_ddp_joins(by_initial: bool) -> None:
+    """By the number of ranks that are left, torch's C++ asks a work for its future whose Python object is gone."""
+
+    @ranks(2, backend="phalanx")
+    def body(by_initial: bool) -> None:
+        rank = dist.get_rank()
+        ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+        seen = []
+        with ddp.join(divide_by_initial_world_size=by_initial):
+            for _ in range(2 + 2 * rank):
+                ddp.zero_grad()
+                ddp(torch.full((1, 2), rank + 1.0)).sum().backward()
+                seen.append(ddp.module.weight.grad[0, 0].item())
+        assert seen == [1.5, 1.5, *([1.0, 1.0] if by_initial else [2.0, 2.0])][: 2 + 2 * rank]
+
+    body(by_initial)
+
+
 @ranks(2, backend="phalanx")
 def test_torchs_own_ddp_raises_on_a_group_that_fails() -> None:
     """A future that fails by `set_exception` would end this process with a segmentation fault."""

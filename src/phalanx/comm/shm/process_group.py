@@ -7,6 +7,7 @@ the post office, and the group's fate. Its collective methods are in `operations
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -35,6 +36,8 @@ from phalanx.comm.shm.work import ShmWork
 NAME = "phalanx"
 _MIN_RENDEZVOUS_S = 10.0
 _DRAIN_S = 10.0
+_SMALL_NUMEL = 8
+_KEPT_WORKS = 256
 
 
 class PhalanxGroup(Operations, ProcessGroup):  # type: ignore[misc]
@@ -49,6 +52,9 @@ class PhalanxGroup(Operations, ProcessGroup):  # type: ignore[misc]
         self._pid = os.getpid()
         self._closed = False
         self._coalescing: list[ShmWork] | None = None
+        # C++ may be handed a work and keep it without its Python part, which alone knows the future (torch's DDP does so
+        # with the one number that `join` adds up): the last few that hold next to no memory live on here.
+        self._last_small: deque[ShmWork] = deque(maxlen=_KEPT_WORKS)
         self._fate = Fate(rank=rank, group=name)
         staging_fd = anonymous(STAGING_BYTES + p2p.MAIL_BYTES, "phalanx-staging")
         patience_s = max(self._timeout_s, _MIN_RENDEZVOUS_S)
@@ -180,6 +186,8 @@ class PhalanxGroup(Operations, ProcessGroup):  # type: ignore[misc]
         self._engine.run(work, guarded, inline=span is None and not is_async(opts), span=span)
         if self._coalescing is not None:
             self._coalescing.append(work)
+        if len(inputs) == 1 and inputs[0].numel() <= _SMALL_NUMEL:
+            self._last_small.append(work)
         return work
 
     def _usable(self, name: str) -> None:
@@ -301,6 +309,7 @@ class PhalanxGroup(Operations, ProcessGroup):  # type: ignore[misc]
         if self._closed:
             return
         self._closed = True
+        self._last_small.clear()
         census.strike_off(self)
         self._engine.drain(5.0)
         self._engine.join(5.0)
