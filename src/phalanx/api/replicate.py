@@ -267,15 +267,16 @@ class Replica:
 
     def _flags(self) -> Flag:
         self._take_over_optimizers()  # also on a rank that takes part without a pass
-        return self.buffers.flags() | (Flag.CHANGED if self.has_changed() else Flag(0))
+        changed = self.has_changed(all_arrived=self.reducer.all_arrived)
+        return self.buffers.flags() | Flag.CHANGED if changed else self.buffers.flags()
 
-    def has_changed(self) -> bool:
+    def has_changed(self, *, all_arrived: bool = False) -> bool:
         """Whether the module's parameters are not those that were agreed on in the last step."""
         module = self._module()
         if module is None:
             return False
         in_forward = self.lowering is not None and self.lowering.active  # casts stand in for the parameters
-        return not in_forward and _watches[module].changed()
+        return not in_forward and _watches[module].changed(all_arrived=all_arrived)
 
     def _after_change(self, report: Report) -> None:
         """Some rank's parameters are not what was agreed on. All ranks compare, and go on together or not at all."""

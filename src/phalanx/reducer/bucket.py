@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -12,6 +13,8 @@ from phalanx.comm.group import Group, Work
 from phalanx.errors import ReducerStateError
 from phalanx.reducer.plan import BucketSpec, ParameterSpec
 from phalanx.reducer.spread import spread_of
+
+_grad = operator.attrgetter("grad")
 
 
 class BucketState(Enum):
@@ -198,6 +201,14 @@ class Bucket:
         self.pending = len(self.slots) - sum(1 for slot in self.individual if slot.left <= 0)
         self.work = None
         self.sparse_sum = None
+
+
+def gradients_of(refs: Sequence[weakref.ref[torch.nn.Parameter]]) -> list[torch.Tensor | None]:
+    """What lies in ``.grad``, of each. A parameter that is gone has none."""
+    try:
+        return list(map(_grad, map(operator.call, refs)))
+    except AttributeError:
+        return [getattr(ref(), "grad", None) for ref in refs]
 
 
 def gradient_view(flat: torch.Tensor, offset: int, spec: ParameterSpec) -> torch.Tensor:

@@ -12,7 +12,7 @@ from phalanx.reducer.options import Placement
 def hand_out(layout: Layout, placement: Placement, used: list[int] | None) -> tuple[str, ...]:
     """Set every ``.grad``; `used` is None where every rank used every parameter. Returns the names of what none used."""
     if used is None and placement is not Placement.COPY:
-        layout.hand_out()
+        layout.hand_out(mostly_there=placement is Placement.VIEW)
         return ()
     unused, targets, sources = [], [], []
     for slot in layout.slots:

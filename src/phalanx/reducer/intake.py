@@ -66,8 +66,8 @@ class Intake:
             for parameter in map(operator.call, run.refs):
                 parameter.grad = None  # type: ignore[union-attr]  # it has just brought one
         elif self.placement is Placement.VIEW:
-            for slot in run.slots:
-                slot.parameter.grad = slot.shown
+            for parameter, slot in zip(map(operator.call, run.refs), run.slots, strict=True):
+                parameter.grad = slot.shown  # type: ignore[union-attr]
 
     def take_late(self, slot: ParameterSlot) -> None:
         """One more than was expected: into the bucket if it is still here, else aside, for a second round."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from phalanx.comm.group import Group
-from phalanx.reducer.bucket import Bucket, ParameterSlot
+from phalanx.reducer.bucket import Bucket, ParameterSlot, gradients_of
 from phalanx.reducer.deferred import DeferredReport
 from phalanx.reducer.order import LaunchOrder
 from phalanx.reducer.plan import BucketPolicy, ParameterSpec, plan_buckets
@@ -105,8 +105,10 @@ class Layout:
             pointers.append(-1 if parameter is None else slot.part(parameter).data_ptr())
         return pointers
 
-    def hand_out(self) -> None:
+    def hand_out(self, *, mostly_there: bool = False) -> None:
         """Make every dense gradient the view of its bucket: the end of a step in which all was used."""
+        if mostly_there and all(map(operator.is_, gradients_of(self._dense_refs), self._shown)):
+            return
         for parameter, shown in zip(map(operator.call, self._dense_refs), self._shown, strict=True):
             if parameter is not None:
                 parameter.grad = shown

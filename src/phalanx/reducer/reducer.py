@@ -128,6 +128,11 @@ class Reducer:
         return self._learnt
 
     @property
+    def all_arrived(self) -> bool:
+        """At the end of a pass: whether every parameter's gradient has come in it, as often as expected."""
+        return self._learnt and self.mode is Mode.SYNC and not self._intake.irregular
+
+    @property
     def step(self) -> int:
         """The step under way or about to begin, from 1."""
         return self.stats.steps + 1

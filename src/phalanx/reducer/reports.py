@@ -45,7 +45,10 @@ class Reports:
         if not communicates:
             return said
         if layout.deferred is None or now:
-            return layout.control.read(layout.control_tensor, averaged=averaged)
+            control, tensor, flags = layout.control, layout.control_tensor, said.flags[0]
+            if tensor.is_cpu and control.says_all_is_well(tensor, flags, averaged=averaged):
+                return control.expected(flags)
+            return control.read(tensor, averaged=averaged)
         if not is_capturing(layout.control_tensor.device):
             layout.deferred.start(layout.control_tensor, averaged=averaged, flags=said.flags[0])
             self._awaited = layout.deferred

@@ -21,9 +21,9 @@ from itertools import repeat
 
 import torch
 
-from phalanx.reducer.bucket import ParameterSlot
+from phalanx.reducer.bucket import ParameterSlot, gradients_of
 from phalanx.reducer.grad_hooks import HookTable, count_hooks, hook_tables
-from phalanx.reducer.runs import Run, gradients_of, plan_runs
+from phalanx.reducer.runs import Run, plan_runs
 
 _nothing: Callable[[], None] = [].clear  # a C function that does nothing: the cheapest entry there is
 

@@ -8,16 +8,15 @@ until it is taken in, its gradients lie beside the bucket, and on the CPU they s
 from __future__ import annotations
 
 import operator
-import weakref
 from collections.abc import Sequence
 from itertools import repeat
 
 import torch
 
-from phalanx.reducer.bucket import Bucket, ParameterSlot
+from phalanx.reducer.bucket import Bucket, ParameterSlot, gradients_of
 
-_grad = operator.attrgetter("grad")
 RUN_BYTES_CPU = 256 * 1024
+RUN_LENGTH = 128
 RUN_BYTES_ELSEWHERE = 64 * 1024 * 1024
 # On the CPU, from this size on, multiplying while copying is cheaper than multiplying what was copied.
 LARGE_BYTES_CPU = 32 * 1024
@@ -82,14 +81,6 @@ class Run:
         return all(self.has_arrived(place, gradient) for place, gradient in enumerate(gradients))
 
 
-def gradients_of(refs: Sequence[weakref.ref[torch.nn.Parameter]]) -> list[torch.Tensor | None]:
-    """What lies in ``.grad``, of each. A parameter that is gone has none."""
-    try:
-        return list(map(_grad, map(operator.call, refs)))
-    except AttributeError:
-        return [getattr(ref(), "grad", None) for ref in refs]
-
-
 def plan_runs(slots: Sequence[ParameterSlot]) -> list[Run]:
     """Cut a sequence of arrivals into runs: on one device, of bounded size, and none goes on when a bucket is full."""
     last_of = {id(slot.bucket): slot for slot in slots}
@@ -99,7 +90,7 @@ def plan_runs(slots: Sequence[ParameterSlot]) -> list[Run]:
         device = slot.bucket.spec.device
         cut[-1].append(slot)
         size += slot.view.numel() * slot.view.element_size()
-        full = size >= (RUN_BYTES_CPU if device.type == "cpu" else RUN_BYTES_ELSEWHERE)
+        full = size >= (RUN_BYTES_CPU if device.type == "cpu" else RUN_BYTES_ELSEWHERE) or len(cut[-1]) >= RUN_LENGTH
         if following is None:
             break
         elsewhere = following.bucket.spec.device != device or following.stream != slot.stream

@@ -60,6 +60,8 @@ class ControlBlock:
         self._size = size
         self.length = self._flags_at + size
         self._quiet: dict[Flag, torch.Tensor] = {}
+        self._usual: dict[tuple[Flag, bool, torch.dtype], torch.Tensor] = {}
+        self._expected: dict[Flag, Report] = {}
 
     def write(
         self, tail: torch.Tensor, *, used: Sequence[bool] | None, late: Sequence[int], weight: float, flags: Flag
@@ -90,7 +92,10 @@ class ControlBlock:
 
     def expected(self, flags: Flag) -> Report:
         """What is read when all is well: every rank used everything, and says what this one says."""
-        return Report(None, [], [1.0] * self._size, [flags] * self._size)
+        report = self._expected.get(flags)
+        if report is None:
+            report = self._expected[flags] = Report(None, [], [1.0] * self._size, [flags] * self._size)
+        return report
 
     def numbers_expected(self, flags: Flag, *, averaged: bool) -> torch.Tensor:
         """The reduced tail in that case."""
@@ -99,6 +104,14 @@ class ControlBlock:
         numbers[self._weights_at : self._flags_at] = 1.0
         numbers[self._flags_at :] = float(flags)
         return numbers / self._size if averaged else numbers
+
+    def says_all_is_well(self, numbers: torch.Tensor, flags: Flag, *, averaged: bool) -> bool:
+        """Whether the reduced tail, on the host, says what is expected of ranks that all say `flags`. One comparison."""
+        key = (flags, averaged, numbers.dtype)
+        usual = self._usual.get(key)
+        if usual is None:
+            usual = self._usual[key] = self.numbers_expected(flags, averaged=averaged).to(numbers.dtype)
+        return torch.equal(numbers, usual)
 
     def read(self, tail: torch.Tensor, *, averaged: bool) -> Report:
         """Read the reduced tail. A backend that averages divided it by the number of ranks: that is undone here."""

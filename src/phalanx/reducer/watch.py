@@ -1,7 +1,9 @@
 """That the module still holds the parameters that were agreed on: replaced, added and (un)frozen ones are noticed.
 
-A parameter that is not hooked trains alone on every rank, in silence. So once per step the module's own tables are
-compared with what was seen at replication, in C loops over identities, which takes about 50 ns per parameter.
+A parameter that is not hooked trains alone on every rank, in silence. So once per step the module is compared with what
+was seen at replication. After a step in which every parameter's gradient has come, as expected, those parameters are
+still there and still trained: what can have changed is that one was thawed, or that some module registered another, and
+of registrations torch tells. After any other step, and every now and then, the module's own tables are looked through.
 """
 
 from __future__ import annotations
@@ -12,6 +14,21 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+LOOK_THROUGH_EVERY = 64  # steps: for what was put into a module's tables past `register_parameter`
+_registrations = [0]  # of parameters and submodules, in all modules of this process
+
+
+def _note_registration(*_: object) -> None:
+    _registrations[0] += 1
+
+
+register_module_parameter_registration_hook(_note_registration)
+register_module_module_registration_hook(_note_registration)
 
 
 class ModuleWatch:
@@ -45,8 +62,20 @@ class ModuleWatch:
         self._sizes = list(map(len, self._sized))
         self._parameters = parameters
         self._trained = [parameter.requires_grad for parameter in parameters]
+        self._frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+        self._registrations = _registrations[0]
+        self._until_look = LOOK_THROUGH_EVERY
 
-    def changed(self) -> bool:
+    def changed(self, *, all_arrived: bool = False) -> bool:
+        """`all_arrived`: every parameter that is trained has got its gradient since the last time that this was asked."""
+        if all_arrived and self._registrations == _registrations[0] and self._until_look:
+            self._until_look -= 1
+            return any(parameter.requires_grad for parameter in self._frozen)
+        self._until_look = LOOK_THROUGH_EVERY
+        self._registrations = _registrations[0]
+        return self._looks_different()
+
+    def _looks_different(self) -> bool:
         return not (
             all(map(operator.is_, map(dict.get, self._tables, self._keys), self._held))
             and [parameter.requires_grad for parameter in self._parameters] == self._trained

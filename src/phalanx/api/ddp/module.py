@@ -43,6 +43,7 @@ from phalanx.comm.c10d import C10dGroup, group_of
 from phalanx.hooks.call import TorchHook
 from phalanx.optim.in_backward import StepInBackward, keep, problem_with_parameters, take_over
 from phalanx.reducer.reducer import Reducer
+from phalanx.reducer.spans import span
 from phalanx.reducer.watch import expects_sparse
 
 if TYPE_CHECKING:
@@ -335,7 +336,7 @@ class DistributedDataParallel(BufferSync, CommHooks, DelayedParameters, Joining,
             self.require_backward_grad_sync = before
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
+        with span("DistributedDataParallel.forward"):
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             output = (
                 self.module.forward(*inputs, **kwargs)
@@ -424,7 +425,8 @@ class DistributedDataParallel(BufferSync, CommHooks, DelayedParameters, Joining,
             if (context := contexts.current()) is not None:
                 return self._announce_in_context(gradients, context, output)
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
-            self.require_forward_param_sync = True
+            if not self.require_forward_param_sync:  # a module is slow to set an attribute
+                self.require_forward_param_sync = True
             self.reducer.prepare_for_backward(())
             assert self.logger is not None
             self.logger.forward_ended(time.perf_counter_ns())
