@@ -15,11 +15,11 @@ import torch
 
 from phalanx.reducer.bucket import Bucket, ParameterSlot, gradients_of
 
-RUN_BYTES_CPU = 256 * 1024
-RUN_LENGTH = 128
-RUN_BYTES_ELSEWHERE = 64 * 1024 * 1024
+RUN_BYTES_CPU = 1024 * 1024
+RUN_BYTES_ELSEWHERE = 16 * 1024 * 1024
+RUN_LENGTH = 128  # the gradients' own objects should be in the cache, too
 # On the CPU, from this size on, multiplying while copying is cheaper than multiplying what was copied.
-LARGE_BYTES_CPU = 32 * 1024
+LARGE_BYTES_CPU = 1024 * 1024
 
 
 class Run:
