@@ -302,7 +302,7 @@ class Replica:
         self.reducer.replan(named, sparse=expects_sparse(module, named), reason="parameters were frozen or replaced")
         missed = [slot.index for slot in self.reducer.slots if id(slot.parameter) not in known]
         self._check_missed_alike(missed)
-        self.reducer.reduce_now(missed, self.reducer.share)
+        self.reducer.reduce_now(missed, self.reducer.weighting.share)
         optimizer_watch.forget_optimizers()
 
     def _check_missed_alike(self, missed: list[int]) -> None:

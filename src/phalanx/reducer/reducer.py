@@ -10,7 +10,6 @@ go on after one that broke off is `standing`'s. Here is when.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -20,6 +19,7 @@ import torch
 from phalanx import events
 from phalanx.comm.group import Group, Work
 from phalanx.errors import GroupAbortedError, PeerFailedError, PeerLostError, PhalanxError, ReducerStateError
+from phalanx.reducer import refusals
 from phalanx.reducer.arrivals import Arrivals, Mode
 from phalanx.reducer.bucket import Bucket, BucketState, ParameterSlot
 from phalanx.reducer.carrier import BucketHook, Carrier
@@ -35,7 +35,7 @@ from phalanx.reducer.spans import StepSpans
 from phalanx.reducer.standing import AGREE_WITHIN_S, Standing
 from phalanx.reducer.unused import Flag, Report
 from phalanx.reducer.verify import TensorEntry, verify_same
-from phalanx.reducer.weights import Reduction, StepWeight, total_weight, wrong_weights
+from phalanx.reducer.weights import Reduction, Weighting, wrong_weights
 
 logger = logging.getLogger(__name__)
 
@@ -79,11 +79,7 @@ class Reducer:
         self.graph_changed = False
         """A static graph was found to have changed: nothing can be right any more."""
         self._serial = group.next_serial()
-        self._weight = StepWeight()
-        self._shadows: float | None = None  # while this rank shadows a step: what it weighs there
-        self.share = 1 / group.size
-        """What this rank's gradients were multiplied with in the last step."""
-        self._weight_unit = 1.0  # about the mean weight in the last weighted step: large ones overflow half precision
+        self.weighting = Weighting(group.size)
         self.mode: Mode | None = None
         self._learnt = False  # whether a step went through: one that was broken off shows nothing of the graph
         self._standing = Standing(group)
@@ -178,7 +174,7 @@ class Reducer:
         self.group = self.planner.group = self._carrier.group = group
         self._serial = group.next_serial()
         self._reports.forget()
-        self._weight_unit = 1.0
+        self.weighting.begin_anew(group.size)
         self.planner.start_over("a new group")
 
     def set_options(self, options: ReducerOptions) -> None:
@@ -241,7 +237,7 @@ class Reducer:
             self.stats.kept += 1
 
     def _begin_step(self) -> None:
-        if self._weight.given or self.before_step is not None:
+        if self.weighting.mine.given or self.before_step is not None:
             self._refuse_capture()
         report = self._reports.read_awaited(self.layout, self.group, step=self.step)
         if report is not None:
@@ -260,8 +256,8 @@ class Reducer:
             raise
         self.mode = Mode.SYNC
         undivided = self._carrier.begin(divisor=self.divisor)
-        weight = self._weight.scale / self._weight_unit if self._weight.given else 1.0
-        self._intake.begin(self.buckets, weight if undivided else weight / (self.divisor or self.group.size))
+        factor = self.weighting.factor
+        self._intake.begin(self.buckets, factor if undivided else factor / (self.divisor or self.group.size))
         self.layout.start_step(certain=self.options.static and self._learnt)
         self.arrivals.begin_step()
         self.stats.buckets_launched = 0
@@ -343,12 +339,12 @@ class Reducer:
         for slot in self.slots:
             slot.parameter.grad = None
             slot.dirty = False
-        self._weight.clear()
-        self._shadows = weight
+        self.weighting.mine.clear()
+        self.weighting.shadows = weight
         try:
             self.synchronize()
         finally:
-            self._shadows = None
+            self.weighting.shadows = None
 
     @property
     def keeps(self) -> bool:
@@ -360,7 +356,7 @@ class Reducer:
 
         Given before each of several passes that a step adds up, or once for all of them.
         """
-        factor = self._weight.add(weight, reduction, num_passes=self.stats.kept)
+        factor = self.weighting.mine.add(weight, reduction, num_passes=self.stats.kept)
         if factor != 1.0:
             kept = [slot.parameter.grad for slot in self.slots if slot.dirty]
             with torch.no_grad():
@@ -384,7 +380,7 @@ class Reducer:
             bucket.work = None
         self.mode = None
         self.arrivals.forget()
-        self._weight.clear()
+        self.weighting.mine.clear()
         if self.planner.arrivals:
             self.planner.arrivals = []
         self._passes.forget()
@@ -499,11 +495,7 @@ class Reducer:
     def _launch_rest(self, flags: Flag) -> list[Work]:
         """Launch everything that is left, with this rank's report in the last bucket's tail or behind it."""
         layout = self.layout
-        flags |= self.own_flags()
-        if self._weight.given:
-            flags |= Flag.WEIGHTED
-        if self._shadows is not None:
-            flags |= Flag.OUT
+        flags |= self.own_flags() | self.weighting.flags
         if flags & Flag.FAILED:
             for bucket in self.buckets:
                 if bucket.state is BucketState.FILLING:
@@ -515,8 +507,7 @@ class Reducer:
             self.arrivals.show_rolled()
             used = None if all(slot.seen for slot in layout.slots) else [slot.seen > 0 for slot in layout.slots]
             late = [bucket.index for bucket in self.buckets if any(slot.late is not None for slot in bucket.slots)]
-        weight = self._weight.total if self._shadows is None else self._shadows
-        self._reports.say(layout, used=used, late=late, weight=weight, flags=flags)
+        self._reports.say(layout, used=used, late=late, weight=self.weighting.told, flags=flags)
         if late and layout.on_streams:
             self._refuse_late(late)
         if self._must_read_now:
@@ -538,13 +529,15 @@ class Reducer:
         report = self._reports.read(
             layout, communicates=self._carrier.communicates, averaged=averaged, now=self._must_read_now
         )
-        self._raise_for_failed(report)
+        self._raise_for(report)
         for bucket in self.buckets:
             if bucket.sparse_sum is not None:  # taken back in handing out, where no rank used it
                 bucket.slots[0].parameter.grad = bucket.sparse_sum()
         for index in report.late:
             self._carrier.second_round(self.buckets[index])
-        self._apply_weights(report)
+        factor = self.weighting.settle(report, divisor=self.divisor, averages_over_all=self._carrier.hook is not None)
+        if factor != 1.0:
+            rescale(self.buckets, factor)
         unused = hand_out(layout, self.options.placement, report.used)
         self._learn()
         self.stats.steps += 1
@@ -552,7 +545,7 @@ class Reducer:
         self.stats.times.finalized_ns = time.perf_counter_ns()
         self.stats.used_by = report.used
         self.mode = None
-        self._weight.clear()
+        self.weighting.mine.clear()
         self._passes.forget()
         for bucket in self.buckets:
             bucket.work, bucket.finished = None, bucket.work
@@ -567,30 +560,16 @@ class Reducer:
 
     def _refuse_capture(self) -> None:
         if is_capturing(self.layout.control_tensor.device):
-            self._drop(
-                ReducerStateError(
-                    "a step with unused parameters, weights or px.join cannot be captured in a CUDA graph: what the "
-                    "other ranks used has to be read on the host",
-                    rank=self.group.rank,
-                    step=self.step,
-                )
-            )
+            self._drop(refusals.cannot_be_captured(rank=self.group.rank, step=self.step))
 
     def _refuse_late(self, late: list[int]) -> NoReturn:
         names = [slot.name for index in late for slot in self.buckets[index].slots if slot.late is not None]
-        for bucket in self.buckets:
-            for slot in bucket.slots:
-                slot.late = None
-                slot.expected = max(slot.expected, slot.seen)
+        error = refusals.too_late(names, rank=self.group.rank, step=self.step)
+        for slot in self.slots:
+            slot.late = None
+            slot.expected = max(slot.expected, slot.seen)
         self.abandon()
-        raise ReducerStateError(
-            "more gradients came than in the passes before, after their bucket had left. On this device the other ranks "
-            "learn of it only when this step is over. The next pass expects them; or compute this part in no_sync and "
-            "call phalanx.synchronize",
-            rank=self.group.rank,
-            step=self.step,
-            parameters=names,
-        )
+        raise error
 
     def _wait_for(self, works: list[Work]) -> float:
         began = time.perf_counter()
@@ -605,43 +584,18 @@ class Reducer:
             bucket.advance(BucketState.REDUCED)
         return time.perf_counter() - began
 
-    def _raise_for_failed(self, report: Report) -> None:
+    def _raise_for(self, report: Report) -> None:
         failed = report.ranks_with(Flag.FAILED)
         if failed:
             cause = self.group.failure_of(failed[0], self.topic)
-            error = PeerFailedError(
-                f"rank {failed[0]} raised in its backward pass{f' ({cause})' if cause else ''}; "
-                "this step's gradients are dropped on every rank",
-                failed_ranks=failed,
-                rank=self.group.rank,
-                step=self.step,
-            )
-            self._drop(error)
-
-    def _apply_weights(self, report: Report) -> None:
-        weighted, out = report.ranks_with(Flag.WEIGHTED), report.ranks_with(Flag.OUT)
-        self.share = 1 / (self.divisor or self.group.size)
-        if not weighted and not out:
-            return
-        wrong = wrong_weights(report)
-        if wrong:
+            self._drop(refusals.peer_failed(failed, cause, rank=self.group.rank, step=self.step))
+        if wrong := wrong_weights(report):
             self._drop(ReducerStateError(wrong, rank=self.group.rank, step=self.step))
-        total = total_weight(report)
-        if total == 0:
-            return  # all ranks are out
-        # A hook averages over all ranks by itself.
-        by_size = self.divisor is None or self._carrier.hook is not None
-        divisor = self.group.size if by_size else self.group.size - len(out)
-        factor = divisor * (self._weight_unit if weighted else 1.0) / total
-        self.share = self._weight.scale / total
-        if factor != 1.0:
-            rescale(self.buckets, factor)
-        if weighted:
-            self._weight_unit = 2.0 ** round(math.log2(total / self.group.size))  # a power of two rounds nothing
 
     def _learn(self) -> None:
         """Expect next time what came this time; and agree, once, on the order in which gradients arrive."""
-        for slot in self.slots if self._intake.irregular and self._shadows is None else ():
+        shadows = self.weighting.shadows is not None
+        for slot in self.slots if self._intake.irregular and not shadows else ():
             slot.dirty = False
             slot.stale = None
             if slot.seen != slot.expected:
@@ -649,6 +603,6 @@ class Reducer:
                     self.stats.graph_is_static = False
                 slot.expected = slot.seen
         self._intake.irregular = False
-        self._learnt = self._learnt or self._shadows is None
-        self.arrivals.learn(from_this_step=self._shadows is None)
+        self._learnt = self._learnt or not shadows
+        self.arrivals.learn(from_this_step=not shadows)
         self.planner.agree_on_order()

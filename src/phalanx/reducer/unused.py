@@ -9,9 +9,11 @@ rank's own so that the sum is the list of all.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntFlag
+from functools import cached_property, reduce
 
 import torch
 
@@ -44,7 +46,13 @@ class Report:
     weights: list[float]
     flags: list[Flag]
 
+    @cached_property
+    def _any(self) -> int:
+        return reduce(operator.or_, map(int, self.flags), 0)
+
     def ranks_with(self, flag: Flag) -> list[int]:
+        if not flag.value & self._any:  # an IntFlag's own operations are slow, and this is asked several times a step
+            return []
         return [rank for rank, flags in enumerate(self.flags) if flag & flags]
 
 

@@ -7,6 +7,7 @@ of it by the last size when it is sent. Passes of equal size cost nothing.
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from phalanx.reducer.unused import Flag, Report
@@ -61,6 +62,57 @@ class StepWeight:
         return 1.0 if reduction == "sum" else last / weight
 
 
+class Weighting:
+    """This rank's weight in the step under way, and what averages are multiplied with for all ranks' weights."""
+
+    def __init__(self, size: int) -> None:
+        self.mine = StepWeight()
+        self.shadows: float | None = None
+        """While this rank shadows a step: what it weighs there."""
+        self.begin_anew(size)
+
+    def begin_anew(self, size: int) -> None:
+        """Another group: nothing is known of its ranks' weights."""
+        self._size = size
+        self._unit = 1.0  # about the mean weight in the last weighted step: large ones overflow half precision
+        self.share = 1 / size
+        """What this rank's gradients were multiplied with in the last step."""
+
+    @property
+    def factor(self) -> float:
+        """What gradients are multiplied with on their way into a bucket."""
+        return self.mine.scale / self._unit if self.mine.given else 1.0
+
+    @property
+    def told(self) -> float:
+        """What this rank says that it weighs."""
+        return self.mine.total if self.shadows is None else self.shadows
+
+    @property
+    def flags(self) -> Flag:
+        flags = Flag.WEIGHTED if self.mine.given else Flag(0)
+        return flags if self.shadows is None else flags | Flag.OUT
+
+    def settle(self, report: Report, *, divisor: int | None, averages_over_all: bool) -> float:
+        """What a step's averages must still be multiplied with. `divisor` is what sums were divided by, if not by all.
+
+        With `averages_over_all` that was left to a hook, which knows of no rank that is out.
+        """
+        self.share = 1 / (divisor or self._size)
+        weighted, out = report.ranks_with(Flag.WEIGHTED), report.ranks_with(Flag.OUT)
+        if not weighted and not out:
+            return 1.0
+        total = total_weight(report)
+        if total == 0:
+            return 1.0  # all ranks are out
+        by_size = divisor is None or averages_over_all
+        factor = (self._size if by_size else self._size - len(out)) * (self._unit if weighted else 1.0) / total
+        self.share = self.mine.scale / total
+        if weighted:
+            self._unit = 2.0 ** round(math.log2(total / self._size))  # a power of two rounds nothing
+        return factor
+
+
 def total_weight(report: Report) -> float:
     """Of those that count: who is out of a weighted step does not."""
     weighted, out = report.ranks_with(Flag.WEIGHTED), report.ranks_with(Flag.OUT)
@@ -70,10 +122,12 @@ def total_weight(report: Report) -> float:
 def wrong_weights(report: Report) -> str:
     """What is wrong with the weights that the ranks gave; nothing in most steps."""
     weighted, out = report.ranks_with(Flag.WEIGHTED), report.ranks_with(Flag.OUT)
-    missing = [rank for rank in range(len(report.flags)) if weighted and rank not in weighted and rank not in out]
+    if not weighted:
+        return ""
+    missing = [rank for rank in range(len(report.flags)) if rank not in weighted and rank not in out]
     if missing:
         return f"ranks {weighted} gave a weight for this step, ranks {missing} did not: give one on all, or on none"
     total = total_weight(report)
-    if weighted and total <= 0:
+    if total <= 0:
         return f"the weights of all ranks add up to {total:g}: at least one must be positive"
     return ""
