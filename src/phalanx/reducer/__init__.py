@@ -8,8 +8,8 @@ there, when a backward pass is over), then a step: `arrivals` (gradients as they
 counted, and taken in together) and `deferred` (a report that need not stop a GPU's host). `layout` and `planner` keep
 buckets and parameters together, `weights` are the ranks' shares, `standing` is whether ranks can go on after a step that
 broke off, `refusals` are the errors that a step ends in, `spread` a parameter of which each rank holds a part, `verify`
-compares the ranks' models, `watch` sees when one changes, `skips` agrees on buckets that stay, and `spans` names a step's
-parts in torch's profiler.
+compares the ranks' models, `watch` sees when one changes, `skips` agrees on buckets that stay, `streams` are a GPU's, and
+`spans` names a step's parts in torch's profiler.
 """
 
 from phalanx.reducer.options import Placement, ReducerOptions, ReducerStats

@@ -22,7 +22,8 @@ from phalanx.reducer.intake import Intake
 from phalanx.reducer.options import Placement, ReducerOptions, ReducerStats
 from phalanx.reducer.planner import Planner
 from phalanx.reducer.roll_call import RollCall
-from phalanx.reducer.runs import Run, current_stream
+from phalanx.reducer.runs import Run
+from phalanx.reducer.streams import current_stream
 
 MIN_ROLLED = 2
 MAX_PATIENCE = 1024

@@ -13,6 +13,7 @@ from phalanx.comm.group import Group, Work
 from phalanx.errors import ReducerStateError
 from phalanx.reducer.plan import BucketSpec, ParameterSpec
 from phalanx.reducer.spread import spread_of
+from phalanx.reducer.streams import FillStreams
 
 _grad = operator.attrgetter("grad")
 
@@ -136,7 +137,7 @@ class Bucket:
         self.individual: list[ParameterSlot] = []
         """Slots that are looked at one by one; the others are looked at in runs."""
         self.pending = 0
-        self._streams: set[torch.cuda.Stream] = set()  # in which gradients were put here
+        self.streams = FillStreams(spec.device)
         self.work: Work | None = None
         # Kept until the next: if Gloo's thread were the last to let go of a work, and the interpreter was just ending,
         # freeing the tensors in it would abort the process.
@@ -181,20 +182,6 @@ class Bucket:
         if factor != self._factor:
             self._factor = factor
             self.scale.fill_(factor)
-
-    def note_stream(self) -> None:
-        """What was just put here is there when the current stream comes to it; on the CPU it is there."""
-        if self.spec.device.type == "cuda":
-            self._streams.add(torch.cuda.current_stream(self.spec.device))
-
-    def join_streams(self) -> None:
-        """Let the current stream come after all that has filled this bucket."""
-        if self._streams:
-            current = torch.cuda.current_stream(self.spec.device)
-            for stream in self._streams:
-                if stream != current:
-                    current.wait_stream(stream)
-            self._streams.clear()
 
     def start_step(self) -> None:
         self.state = BucketState.FILLING

@@ -57,7 +57,7 @@ class Carrier:
         """Start a full bucket's reduction; False where it needs none."""
         bucket.advance(BucketState.READY)
         bucket.advance(BucketState.IN_FLIGHT)
-        bucket.join_streams()
+        bucket.streams.join()
         if self._skips is not None and self._skips.leaves_out(bucket, self.group):
             return False
         if bucket.spec.sparse:

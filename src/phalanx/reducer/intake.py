@@ -42,7 +42,7 @@ class Intake:
             slot.view.add_(gradient if self.store is _copy else gradient * bucket.scale)
         else:
             self.store(gradient, bucket.scale, out=slot.view)
-        bucket.note_stream()
+        bucket.streams.note()
         if self.placement is Placement.OWNED:
             parameter.grad = None
         elif self.placement is Placement.VIEW:
@@ -61,7 +61,7 @@ class Intake:
                 for piece, scale in run.pieces:
                     piece.mul_(scale)
         for bucket, _ in run.counts:
-            bucket.note_stream()
+            bucket.streams.note()
         if self.placement is Placement.OWNED:
             for parameter in map(operator.call, run.refs):
                 parameter.grad = None  # type: ignore[union-attr]  # it has just brought one

@@ -14,6 +14,7 @@ from itertools import repeat
 import torch
 
 from phalanx.reducer.bucket import Bucket, ParameterSlot, gradients_of
+from phalanx.reducer.streams import current_stream
 
 RUN_BYTES_CPU = 1024 * 1024
 RUN_BYTES_ELSEWHERE = 16 * 1024 * 1024
@@ -98,11 +99,6 @@ def plan_runs(slots: Sequence[ParameterSlot]) -> list[Run]:
             cut.append([])
             size = 0
     return [Run(members) for members in cut if members]
-
-
-def current_stream(device: torch.device) -> int:
-    """A number for the stream in which work on a device is queued now; zero on the CPU."""
-    return int(torch._C._cuda_getCurrentRawStream(device.index)) if device.type == "cuda" else 0
 
 
 def _is_large(slot: ParameterSlot) -> bool:
