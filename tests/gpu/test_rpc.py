@@ -63,6 +63,14 @@ class Head(nn.Module):
         return self.last(torch.tanh(self.second(torch.tanh(self.first(x)))))
 
 
+def averages_of(module: nn.Module, step: int) -> dict[str, torch.Tensor]:
+    """What all trainers' gradients are on average, computed here, by plain autograd."""
+    parameters = dict(module.named_parameters())
+    losses = [module(data(rank, step, 5, DIM).to(DEVICE)).square().mean() for rank in range(TRAINERS)]
+    found = torch.autograd.grad(torch.stack(losses).mean(), list(parameters.values()))
+    return dict(zip(parameters, found, strict=True))
+
+
 def train(cls: type[nn.Module], group: dist.ProcessGroup, *, remote: bool) -> dict[str, torch.Tensor]:
     rank = dist.get_rank(group)
     module = Head().to(DEVICE)
@@ -74,6 +82,7 @@ def train(cls: type[nn.Module], group: dist.ProcessGroup, *, remote: bool) -> di
     result: dict[str, torch.Tensor] = {}
     for step in range(8):
         x = data(rank, step, 5, DIM).cpu()
+        averages = {} if remote else averages_of(module, step)
         with dist_autograd.context() as context:
             hidden = table.rpc_sync().forward(x) if remote else x
             loss = model(hidden.to(DEVICE)).square().mean()
@@ -81,6 +90,11 @@ def train(cls: type[nn.Module], group: dist.ProcessGroup, *, remote: bool) -> di
             found = dist_autograd.get_gradients(context)
             for name, parameter in module.named_parameters():
                 result[f"gradient of {name} in step {step}"] = found[parameter].detach().clone()
+                if averages:
+                    where = f"{cls.__module__}'s gradient of {name} in step {step}"
+                    torch.testing.assert_close(
+                        found[parameter], averages[name], msg=lambda text, where=where: f"{where}: {text}", **CLOSE
+                    )
             optimizer.step(context)
     result |= {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
     if remote:
