@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -73,3 +76,26 @@ def train_by_hand(
         for name, parameter in reference.named_parameters():
             parameter.grad = averaged_on_wire([part[name] for part in parts], wire)
         optimizer.step()
+
+
+class _NoStream:
+    """On the CPU everything is in order anyway; torch's class asks for streams and events all the same."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def __enter__(self) -> _NoStream:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+    def wait_stream(self, _: Any) -> None: ...
+    def record(self, *_: Any, **__: Any) -> None: ...
+    def wait(self, *_: Any, **__: Any) -> None: ...
+
+
+@contextlib.contextmanager
+def torchs_class_on_the_cpu() -> Iterator[None]:
+    with (
+        mock.patch.object(torch, "Stream", _NoStream),
+        mock.patch.object(torch, "Event", _NoStream),
+        mock.patch.object(torch.accelerator, "current_stream", _NoStream),
+    ):
+        yield

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import pickle
-from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.ranks.pairs import BatchNormNet, Branches, Pair, image_loss, images, square_loss
-from tests.ranks.precise import BF16, FP16, Normed, squares, train_by_hand
+from tests.ranks.precise import BF16, FP16, Normed, squares, torchs_class_on_the_cpu, train_by_hand
 from tests.ranks.replicas import batch, equal_on_all_ranks
 from torch import nn
 from torch.nn.parallel.distributed import _MixedPrecision
@@ -24,29 +21,6 @@ from phalanx.testing import ranks
 both_backends = pytest.mark.parametrize("backend", ["gloo", "phalanx"])
 SMALL = {"bucket_cap_mb": 0.0002}
 LOW = _MixedPrecision(param_dtype=BF16, reduce_dtype=BF16)
-
-
-class _NoStream:
-    """On the CPU everything is in order anyway; torch's class asks for streams and events all the same."""
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-    def __enter__(self) -> _NoStream:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-    def wait_stream(self, _: Any) -> None: ...
-    def record(self, *_: Any, **__: Any) -> None: ...
-    def wait(self, *_: Any, **__: Any) -> None: ...
-
-
-@contextlib.contextmanager
-def torchs_class_on_the_cpu() -> Iterator[None]:
-    with (
-        mock.patch.object(torch, "Stream", _NoStream),
-        mock.patch.object(torch, "Event", _NoStream),
-        mock.patch.object(torch.accelerator, "current_stream", _NoStream),
-    ):
-        yield
 
 
 CONFIGURATIONS = {
