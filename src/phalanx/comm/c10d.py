@@ -293,7 +293,13 @@ class C10dGroup(Group):
             self.board.try_put(key, json.dumps([base64.b64encode(part).decode() for part in everyone]).encode())
             return everyone
         while (published := self.board.try_get(key)) is None:
-            self._wait_for(poll, label, [0])
+            try:
+                self._wait_for(poll, label, [0])
+            except PhalanxError:
+                # A rank that was quicker may have failed over what was published, as this one will by itself.
+                if (published := self.board.try_get(key)) is None:
+                    raise
+                break
         return [base64.b64decode(part) for part in json.loads(published)]
 
     def _wait_for(self, poll: Poll, label: str, missing: list[int]) -> None:
