@@ -5,51 +5,90 @@ Needs root and `ip netns`; is skipped elsewhere.
 
 from __future__ import annotations
 
-import json
+import ctypes
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from tests.ranks.shm.cases import MOVING, REDUCING, Case, perform
 
-_SCRIPT = """
-import json, sys, torch, torch.distributed as dist
-from datetime import timedelta
 from phalanx.comm import shm
 from phalanx.errors import MismatchError, PeerLostError
-from tests.ranks.shm.cases import FLOATS, MOVING, REDUCING, Case, perform
+from phalanx.testing import run_ranks
+
 shm.register()
-rank, size, path, what, link = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], sys.argv[5]
-timeout = timedelta(seconds=20)
-torch.set_num_threads(1)
-dist.init_process_group("phalanx", init_method=f"file://{path}", rank=rank, world_size=size, timeout=timeout)
-group = dist.group.WORLD
 
-def crossed():
-    return int(open(f"/sys/class/net/{link}/statistics/tx_bytes").read())
+_CLONE_NEWNET = 0x40000000
+_NBYTES = 8 << 20
 
-said = {"hosts": group.hosts}
-if what == "cases":
+
+def _move_to(host: str) -> None:
+    """Be on that host from now on: this process, and the threads that it starts."""
+    with open(f"/run/netns/{host}") as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter {host}")
+    os.environ["GLOO_SOCKET_IFNAME"] = host
+
+
+def _sent(link: str) -> int:
+    """Bytes that have left through a link of this host so far."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == link:
+            return int(counters.split()[8])
+    raise LookupError(link)
+
+
+def _on_hosts(hosts: list[str], places: list[int], store: str, body: Any) -> Any:
+    rank, size = int(os.environ["RANK"]), len(places)
+    _move_to(hosts[places[rank]])
+    timeout = timedelta(seconds=20)
+    dist.init_process_group("phalanx", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
+    group: Any = dist.group.WORLD
+    try:
+        return group.hosts, body(group, rank, hosts[places[rank]])
+    finally:
+        dist.destroy_process_group()
+
+
+def _cases(group: Any, rank: int, link: str) -> None:
+    size = group.size()
     for seed, shape in enumerate([(1,), (0,), (33,), (70, 91), (40_000,)]):
         for name in REDUCING + MOVING:
             for dtype, op in ((torch.float32, "sum"), (torch.int64, "max"), (torch.bfloat16, "avg")):
-                case = Case(name, dtype, shape, op if name in REDUCING else "sum", root=seed, seed=seed,
-                            uneven=seed % 2 == 1, async_op=seed % 2 == 0, strided=seed == 2 and "coalesced" not in name)
+                case = Case(
+                    name,
+                    dtype,
+                    shape,
+                    op if name in REDUCING else "sum",
+                    root=seed,
+                    seed=seed,
+                    uneven=seed % 2 == 1,
+                    async_op=seed % 2 == 0,
+                    strided=seed == 2 and "coalesced" not in name,
+                )
                 perform(case, group, rank, size)
     sub = dist.new_group([0, size - 1])
     if rank in (0, size - 1):
         t = torch.ones(5)
         dist.all_reduce(t, group=sub)
         assert t[0].item() == 2.0
-elif what == "bytes":
-    nbytes = 8 << 20
-    t = torch.ones(nbytes // 4)
-    arena = group.allocate(nbytes // 4, torch.float32).fill_(1.0)
-    out = [torch.empty(nbytes // 16) for _ in range(4)]
-    part = torch.ones(nbytes // 16)
+    dist.barrier()
+
+
+def _bytes(group: Any, rank: int, link: str) -> dict[str, float]:
+    t = torch.ones(_NBYTES // 4)
+    arena = group.allocate(_NBYTES // 4, torch.float32).fill_(1.0)
+    out = [torch.empty(_NBYTES // 16) for _ in range(4)]
+    part = torch.ones(_NBYTES // 16)
+    said = {}
     for name, call in (
         ("all_reduce", lambda: dist.all_reduce(t)),
         ("arena_all_reduce", lambda: dist.all_reduce(arena)),
@@ -57,31 +96,30 @@ elif what == "bytes":
         ("all_gather", lambda: dist.all_gather(out, part)),
     ):
         dist.barrier()
-        before = crossed()
+        before = _sent(link)
         call()
         dist.barrier()
-        said[name] = (crossed() - before) / nbytes
-elif what == "mismatch":
-    try:
+        said[name] = (_sent(link) - before) / _NBYTES
+    dist.barrier()
+    return said
+
+
+def _mismatch(group: Any, rank: int, link: str) -> str:
+    with pytest.raises(MismatchError) as caught:
         dist.all_reduce(torch.ones(3 if rank < 2 else 4))
-        said["error"] = ""
-    except MismatchError as error:
-        said["error"] = str(error)
-elif what == "death":
+    return str(caught.value)
+
+
+def _death(group: Any, rank: int, link: str) -> tuple[int, ...]:
     dist.barrier()
     if rank == 3:
-        import os
         os.kill(os.getpid(), 9)
-    try:
-        while True:
+    for _ in range(100_000):
+        try:
             dist.all_reduce(torch.ones(100_000))
-    except PeerLostError as error:
-        said["lost"] = list(error.lost_ranks)
-print(json.dumps(said), flush=True)
-if what in ("cases", "bytes"):
-    dist.barrier()
-dist.destroy_process_group()
-"""
+        except PeerLostError as error:
+            return error.lost_ranks
+    raise AssertionError("nothing was noticed")
 
 
 def _ip(*words: str) -> None:
@@ -113,47 +151,20 @@ def hosts() -> Iterator[list[str]]:
             _ip("netns", "del", name)
 
 
-def _run(hosts: list[str], places: list[int], what: str, tmp_path: Path) -> list[dict[str, object]]:
-    """`places[r]` is the host of rank r; returns what each rank printed, {} for one that died."""
-    command = [sys.executable, "-W", "ignore", "-c", _SCRIPT]
-    ranks = []
-    for rank, place in enumerate(places):
-        name = hosts[place]
-        env = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": name,
-            "PYTHONPATH": os.pathsep.join(sys.path),
-        }
-        arguments = [str(rank), str(len(places)), str(tmp_path / "store"), what, name]
-        ranks.append(
-            subprocess.Popen(
-                ["ip", "netns", "exec", name, *command, *arguments],
-                env=env,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    try:
-        said = [rank.communicate(timeout=50) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    for rank, (out, err) in enumerate(said):
-        assert out or (what == "death" and rank == 3), f"rank {rank}: {err[-3000:]}"
-    return [json.loads(out) if out else {} for out, _ in said]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("places", [[0, 0, 1, 1], [0, 1, 1], [1, 0, 1, 0]])
-def test_every_collective_across_two_hosts(hosts: list[str], places: list[int], tmp_path: Path) -> None:
+def _run(hosts: list[str], places: list[int], body: Any, store: Path, **options: Any) -> list[Any]:
+    """`places[r]` is the host of rank r; returns what each rank's body returned, None for one that died."""
     by_host: dict[int, list[int]] = {}
     for rank, place in enumerate(places):
         by_host.setdefault(place, []).append(rank)
-    for said in _run(hosts, places, "cases", tmp_path):
-        assert said["hosts"] == list(by_host.values())
+    run = run_ranks(_on_hosts, len(places), hosts, places, str(store), body, backend=None, timeout_s=60, **options)
+    assert all(one is None or one[0] == list(by_host.values()) for one in run), run
+    return [one and one[1] for one in run]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("places", [[0, 0, 1, 1], [0, 1, 1], [1, 0, 1, 0]])
+def test_every_collective_across_two_hosts(hosts: list[str], places: list[int], tmp_path: Path) -> None:
+    _run(hosts, places, _cases, tmp_path / "store")
 
 
 @pytest.mark.timeout(90)
@@ -164,9 +175,7 @@ def test_only_what_must_cross_crosses(hosts: list[str], tmp_path: Path) -> None:
     for attempt in range(3):
         # TCP only ever adds to what must cross (8.8 % was seen once, beside other jobs), so the fewest bytes of several
         # runs are what crosses by design; too few would still show.
-        folder = tmp_path / str(attempt)
-        folder.mkdir()
-        first, _, third, _ = _run(hosts, [0, 0, 1, 1], "bytes", folder)
+        first, _, third, _ = _run(hosts, [0, 0, 1, 1], _bytes, tmp_path / str(attempt))
         for host, said in enumerate((first, third)):
             for name in ("all_reduce", "arena_all_reduce", "all_gather", "broadcast"):
                 fewest[host, name] = min(said[name], fewest.get((host, name), said[name]))
@@ -180,11 +189,11 @@ def test_only_what_must_cross_crosses(hosts: list[str], tmp_path: Path) -> None:
 
 @pytest.mark.timeout(90)
 def test_different_calls_on_two_hosts_are_shown(hosts: list[str], tmp_path: Path) -> None:
-    for said in _run(hosts, [0, 0, 1, 1], "mismatch", tmp_path):
-        assert "float32[3]" in str(said["error"]) and "float32[4]" in str(said["error"]), said
+    for said in _run(hosts, [0, 0, 1, 1], _mismatch, tmp_path / "store", allow_leaks="a group that failed"):
+        assert "float32[3]" in said and "float32[4]" in said, said
 
 
 @pytest.mark.timeout(90)
 def test_a_death_on_one_host_is_named_on_the_other(hosts: list[str], tmp_path: Path) -> None:
-    for said in _run(hosts, [0, 0, 1, 1], "death", tmp_path)[:3]:
-        assert said["lost"] == [3], said
+    said = _run(hosts, [0, 0, 1, 1], _death, tmp_path / "store", expect_exit={3: -9}, allow_leaks="a rank is killed")
+    assert said == [(3,), (3,), (3,), None]
