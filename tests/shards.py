@@ -16,10 +16,12 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
 RANKS = sorted(TESTS.glob("ranks/test_*.py"))
+IN_FIRST = [
+    file for file in RANKS if file.name.startswith(("test_ddp_", "test_compile_autograd"))
+]  # about half the time
 HALVES = (
-    [TESTS / "unit", TESTS / "faults", TESTS / "parity", TESTS / "ranks" / "shm"]
-    + [file for file in RANKS if file.name.startswith("test_ddp_")],
-    [file for file in RANKS if not file.name.startswith("test_ddp_")],
+    [TESTS / "unit", TESTS / "faults", TESTS / "parity", TESTS / "ranks" / "shm", *IN_FIRST],
+    [file for file in RANKS if file not in IN_FIRST],
 )
 # Shared memory has no owner in the file system: what this test leaves there would be found in the other half too.
 ALONE = ["tests/ranks/test_harness.py::test_leaked_shared_memory"]
