@@ -191,10 +191,10 @@ def test_a_module_that_was_not_named() -> None:
 
 
 @ranks(2)
-def test_sync_batch_norm_cannot_be_shadowed_but_may_stop() -> None:
+def test_sync_batch_norm_of_torch_cannot_be_shadowed_but_may_stop() -> None:
     net = lambda: nn.Sequential(nn.Linear(6, 4), nn.SyncBatchNorm(4))
     model = px.replicate(net())
-    with pytest.raises(ValueError, match=r'1 is a SyncBatchNorm: .* when_out="stop"'):
+    with pytest.raises(ValueError, match=r'1 is a SyncBatchNorm of torch.* when_out="stop"'):
         next(iter(px.join(model).over([torch.ones(2, 6)])))
     with pytest.raises(ValueError, match="SyncBatchNorm"):
         px.join(model).__enter__()

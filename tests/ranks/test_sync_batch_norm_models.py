@@ -1,4 +1,4 @@
-"""`SyncBatchNorm` inside models: wrapped, converted, checkpointed, saved, shadowed."""
+"""`SyncBatchNorm` inside models: wrapped, converted, checkpointed, saved."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 import phalanx as px
-from phalanx.api.sync_batch_norm import Shadow
 from phalanx.testing import ranks, run_ranks
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
@@ -141,52 +140,6 @@ def test_state_goes_both_ways_and_through_files() -> None:
     loaded = torch.load(file, weights_only=False)
     assert torch.equal(loaded.running_mean, ours.running_mean) and type(copy.deepcopy(loaded)) is px.SyncBatchNorm
     assert px.SyncBatchNorm(3, bias=False).bias is None
-
-
-def _shadowed(with_steps: bool) -> None:
-    """Rank 1 runs out; it shadows with empty batches, and the others' results are those of their own samples."""
-    rank = dist.get_rank()
-    net = px.replicate(px.synchronize_batch_norm(_net()))
-    reference = _net()
-    shadow = Shadow(net)
-    for step in range(3):
-        here = [0, 1] if step == 0 and with_steps else [0]
-        net.zero_grad()
-        px.weight(net, 1.0 if rank in here else 0.0)
-        if rank in here:
-            net(_images(rank, step)).square().mean().backward()
-        else:
-            with shadow.step():
-                px.synchronize(net)
-        reference.zero_grad()
-        reference(torch.cat([_images(r, step) for r in here])).square().mean().backward()
-        for one, other in zip(net.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(one.grad, other.grad, **CLOSE)
-        for one, other in zip(net.buffers(), reference.buffers(), strict=True):
-            torch.testing.assert_close(one, other, **CLOSE)
-    shadow.close()
-
-
-@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
-@pytest.mark.parametrize("with_steps", [True, False])
-def test_a_rank_that_ran_out_shadows(with_steps: bool, backend: str) -> None:
-    run_ranks(_shadowed, 2, with_steps, backend=backend)
-
-
-@ranks(2)
-def test_join_that_stops_all_together() -> None:
-    model = px.DistributedDataParallel(px.SyncBatchNorm.convert_sync_batchnorm(_net()))
-    rank, done = dist.get_rank(), []
-
-    def train() -> None:
-        with model.join(throw_on_early_termination=True):
-            for step in range(4 - rank):
-                model(_images(rank, step)).sum().backward()
-                done.append(step)
-
-    with pytest.raises(RuntimeError, match="exhausted all inputs" if rank else "one rank that exhausted inputs"):
-        train()
-    assert len(done) == 3
 
 
 @ranks(2, timeout_s=55, allow_leaks="torch.compile loads modules that keep the default process group")

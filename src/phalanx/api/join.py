@@ -15,6 +15,7 @@ from phalanx.api import optimizer_watch
 from phalanx.api.join_round import Round, WhenOut
 from phalanx.api.replicate import Replica, replica_of
 from phalanx.api.state_copy import Stateful, copy_state
+from phalanx.api.sync_batch_norm import problem_with, synchronized_layers
 from phalanx.comm.coalesced import broadcast_coalesced
 
 T = TypeVar("T")
@@ -93,7 +94,7 @@ class Join:
             rounds.begin(has_batch=False, problem=f"the loader raised {type(error).__name__}: {error}")
             raise
         try:
-            if not rounds.begin(has_batch=has_batch, problem=self._problem()):
+            if not rounds.begin(has_batch=has_batch, problem=self._problem(known=True)):
                 return
             while has_batch:
                 following, has_next = _next(iterator)
@@ -116,7 +117,7 @@ class Join:
         if self._entered:
             raise RuntimeError("this px.join is already entered")
         self._round = self._new_round(known=False)
-        self._round.begin(has_batch=True, problem=self._problem())
+        self._round.begin(has_batch=True, problem=self._problem(known=False))
         self._entered = True
         return self
 
@@ -134,21 +135,19 @@ class Join:
 
     def _new_round(self, *, known: bool) -> Round:
         names = [type(module).__name__ for module in self._modules]
-        return Round(self._replicas, self._when_out, names=names, known=known)
+        layers = synchronized_layers(self._modules)
+        return Round(self._replicas, self._when_out, layers, names=names, known=known)
 
-    def _problem(self) -> str | None:
+    def _problem(self, *, known: bool) -> str | None:
         """What keeps this rank from joining."""
         for module, replica in zip(self._modules, self._replicas, strict=True):
             if replica.reducer.before_step is not None:
                 return f"{type(module).__name__} is already in a px.join: end that loop first"
-            if self._when_out != "shadow":
-                continue
-            for name, layer in module.named_modules():
-                if layer.training and any(kind.__name__ == "SyncBatchNorm" for kind in type(layer).__mro__):
-                    return (
-                        f"{name or 'the module'} is a SyncBatchNorm: its statistics are computed by all ranks in every "
-                        'forward pass, which a rank without data has none of. Choose px.join(…, when_out="stop")'
-                    )
+            if self._when_out == "stop" or (self._when_out == "error" and known):
+                continue  # no rank ever has to shadow another
+            problem = problem_with(synchronized_layers([module]), replica.group.process_group)  # type: ignore[attr-defined]
+            if problem is not None:
+                return f'{problem}, or choose px.join(…, when_out="stop")'
         return None
 
     def _copy(self, rounds: Round) -> None:

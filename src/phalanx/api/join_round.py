@@ -15,8 +15,10 @@ from functools import partial
 from typing import Literal
 
 import torch
+from torch import nn
 
 from phalanx.api.replicate import Replica
+from phalanx.api.sync_batch_norm import Shadowing
 from phalanx.comm.c10d import C10dGroup
 from phalanx.comm.guard import CollectiveGuard
 from phalanx.errors import (
@@ -36,7 +38,15 @@ COME_WITHIN_S = 1800.0  # ranks may be long in coming to a loop: a slow loader, 
 class Round:
     """One rank's side of one loop. All ranks make their rounds in the same order, with the same modules and mode."""
 
-    def __init__(self, replicas: Sequence[Replica], when_out: WhenOut, *, names: Sequence[str], known: bool) -> None:
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        when_out: WhenOut,
+        layers: Sequence[tuple[str, nn.SyncBatchNorm]] = (),
+        *,
+        names: Sequence[str],
+        known: bool,
+    ) -> None:
         self._replicas = list(replicas)
         self._groups: list[C10dGroup] = [replica.group for replica in replicas]  # type: ignore[misc]
         self._group = self._groups[0]
@@ -53,10 +63,14 @@ class Round:
         self._num_steps = 0
         self._closed: list[Callable[[], None]] = []
         self._topic = ""
-        # Within a step a communication hook may use any group: ranks without data run it, too.
-        self._guard = CollectiveGuard(
-            [group.process_group for group in self._groups], self._refuse, rests=lambda: self._in_step
-        )
+        self._guard: CollectiveGuard | None = None
+        self._norms: Shadowing | None = None
+        if layers and self._group.size > 1:
+            device = replicas[0].reducer.buckets[0].spec.device
+            # In the end everything is copied from a rank that had data: estimates need not be kept.
+            self._norms = Shadowing(
+                layers, self._group, tell=self._note, like=torch.empty(0, device=device), keeps_stats=False
+            )
         self.reason: str | None = None
         """Why this rank leaves, where that is known better than from the exception."""
         self.num_batches = 0
@@ -88,7 +102,7 @@ class Round:
         if self._known:
             self._ending = [rank for rank, answer in enumerate(answers) if not answer["has"]]
             return not self._decide()
-        self._guard.raise_up()
+        self._lead()
         return True
 
     def begin_batch(self, *, last: bool) -> None:
@@ -131,7 +145,10 @@ class Round:
 
     def close(self) -> None:
         self.over = True
-        self._guard.take_down()
+        if self._guard is not None:
+            self._guard.take_down()
+        if self._norms is not None:
+            self._norms.break_off(self.reason or "px.join was left")
         closed, self._closed = self._closed, []
         for action in closed:
             action()
@@ -164,6 +181,23 @@ class Round:
             group.topics.add(topic)
         self._topic = topic
 
+    def _lead(self) -> None:
+        """From now on some rank may have no data: say what comes, and refuse what it could not know of."""
+        if self._guard is not None:
+            return
+        self._led = True
+        allowed = [group.process_group for group in self._groups]
+        if self._norms is not None:
+            self._norms.prepare()
+            self._norms.lead()
+            allowed += self._norms.groups
+        # Within a step a communication hook may use any group: ranks without data run it, too.
+        self._guard = CollectiveGuard(allowed, self._refuse, rests=lambda: self._in_step)
+        self._guard.raise_up()
+
+    def _note(self, reason: str) -> None:
+        self.reason = reason
+
     # -- who has data ----------------------------------------------------------------------------------------------
 
     def _decide(self) -> bool:
@@ -176,8 +210,7 @@ class Round:
             return True
         if self._when_out == "error":
             raise self._out_of_data(ending)
-        self._led = True
-        self._guard.raise_up()
+        self._lead()
         return False
 
     def _out_of_data(self, ranks: Sequence[int]) -> PhalanxError:
@@ -188,6 +221,8 @@ class Round:
             rank=self._group.rank,
             step=self._replicas[0].reducer.stats.steps,
         )
+        if self._norms is not None:
+            self._norms.finish()  # every rank raises this here
         self.close()
         return error
 
@@ -266,6 +301,8 @@ class Round:
         if self._when_out == "stop":
             self.close()
             raise ValueError(_STOP_NEEDS_OVER)
+        if self._norms is not None:
+            self._norms.listen()
         while True:
             kept = sum(1 << index for index, replica in enumerate(self._replicas) if replica.reducer.keeps)
             codes = self._speak(-kept)
@@ -275,6 +312,8 @@ class Round:
                 for index in range(len(self._replicas)):
                     if any(-code >> index & 1 for code in codes):
                         self._follow(index)
+                if self._norms is not None:
+                    self._norms.finish()
                 return
             if self._when_out == "error":
                 raise self._out_of_data([rank for rank, code in enumerate(codes) if code <= 0])

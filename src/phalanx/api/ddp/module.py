@@ -283,7 +283,7 @@ class DistributedDataParallel(BufferSync, CommHooks, DelayedParameters, Joining,
         self._check_default_group()
         state = copy.copy(self.__dict__)
         local = ("process_group", "reducer", "logger", "_engine", "_watched", "_hook_call", "_lowering")
-        for name in (*local, "_delayed", "_watched_delay", "_contexts"):
+        for name in (*local, "_delayed", "_watched_delay", "_contexts", "_norms", "_norms_of"):
             state.pop(name, None)
         state["_comm_hooks"] = []  # as with torch, hooks are registered anew: their state may hold a process group
         state["broadcast_buffers"] = self.forward_sync_buffers  # a property: torch's own class reads it, old and new
@@ -380,8 +380,9 @@ class DistributedDataParallel(BufferSync, CommHooks, DelayedParameters, Joining,
         work = Join.notify_join_context(self)
         if work:
             self.reducer._set_forward_pass_work_handle(work, bool(self._divide_by_initial_world_size))
-        if torch.is_grad_enabled() and self.reducer._rebuild_buckets():
-            self._has_rebuilt_buckets = True
+        if torch.is_grad_enabled():
+            self.reducer._rebuild_buckets()
+            self._note_rebuilt_buckets()
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
         if self._join_config.enable:

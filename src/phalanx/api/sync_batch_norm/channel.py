@@ -6,18 +6,25 @@ import json
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from phalanx.api.sync_batch_norm.header import Grads, Header, first_difference
+from phalanx.api.sync_batch_norm.words import LISTENING, UNKNOWN_LAYER, Direction, Word
 from phalanx.comm.c10d import C10dGroup, group_of, own_group
 from phalanx.errors import CollectiveTimeoutError, MismatchError, PeerFailedError
 
 # How long ranks wait for each other where a layer is used for the first time; the first batch may be slow to come.
 FIRST_USE_TIMEOUT_S = 300.0
+
+
+class Told(Protocol):
+    """A loop over uneven data, which knows where ranks without any wait."""
+
+    def tell(self, reason: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,16 @@ class Channel:
         self._indices: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._num_layers = 0
         self._num_calls = 0
+        self._leads: weakref.WeakSet[Told] = weakref.WeakSet()  # weakly: a loop may be left without a word
+
+    @property
+    def has_own_group(self) -> bool:
+        return self._own is not None
+
+    @property
+    def is_led(self) -> bool:
+        """Whether ranks say, before each collective, what it is: some rank listens, as it has no data of its own."""
+        return bool(self._leads)
 
     @property
     def group(self) -> C10dGroup:
@@ -65,6 +82,14 @@ class Channel:
         It goes through the store: a tensor of another size than expected ends the process in Gloo.
         """
         index = self._indices.get(layer)
+        if index is None and self.is_led:
+            self.say(UNKNOWN_LAYER)
+            raise MismatchError(
+                "a SyncBatchNorm layer is used for the first time while a rank has no data left, and that rank does not "
+                "know it: layers must be part of the joined modules when the loop begins",
+                rank=self.group.rank,
+                group=self.group.name,
+            )
         if index is None:
             mine = {"num_features": num_features, "wire": str(wire)}
             parts = self.group.exchange(
@@ -83,6 +108,56 @@ class Channel:
             self._indices[layer] = index
             self._num_layers += 1
         return index
+
+    def adopt(self, layer: nn.Module) -> None:
+        """Give the layer its number before its first use. All ranks call this alike, and have compared their layers."""
+        if layer not in self._indices:
+            self._indices[layer] = self._num_layers
+            self._num_layers += 1
+
+    def layer(self, index: int) -> nn.Module | None:
+        return next((layer for layer, known in self._indices.items() if known == index), None)
+
+    # -- telling a rank that has no data what is to come; see `shadow` ---------------------------------------------
+
+    def lead(self, loop: Told) -> None:
+        """Announce for as long as the loop lives. All ranks that have data begin between the same two collectives."""
+        self._leads.add(loop)
+
+    def stop_leading(self) -> None:
+        self._leads.clear()
+
+    def announce(self, direction: Direction, layer: int, like: Wire) -> None:
+        """Say what the next collective is, where ranks listen. Raises, on every rank, where ranks are at different ones."""
+        if self.is_led:
+            self.say(Word(direction, layer, wide=like.dtype == torch.float64).encode())
+
+    def say(self, word: int) -> int:
+        """Every rank says one number; returns the one that those who have data say."""
+        work, heard = self.start_saying(word)
+        work.wait()
+        return self.understood(heard)
+
+    def start_saying(self, word: int) -> tuple[Any, list[torch.Tensor]]:
+        heard = [torch.zeros(1, dtype=torch.int64) for _ in range(self.group.size)]
+        return self.group.all_gather(heard, torch.tensor([word])), heard
+
+    def understood(self, heard: list[torch.Tensor]) -> int:
+        words = [int(one.item()) for one in heard]
+        said = {word for word in words if word != LISTENING}
+        if len(said) > 1:
+            shown = ", ".join(f"rank {rank} {Word.shown(word)}" for rank, word in enumerate(words))
+            raise MismatchError(f"SyncBatchNorm: {shown}", rank=self.group.rank, group=self.group.name)
+        return said.pop() if said else LISTENING
+
+    def fail(self, error: Exception) -> None:
+        """This rank raises in a layer. Ranks that have no data wait for it elsewhere, too: have them told."""
+        for loop in list(self._leads):
+            loop.tell(f"{type(error).__name__}: {error}")
+        self.stop_leading()
+        forget_channel(self)  # ranks that listened give theirs up
+
+    # -- the collectives themselves --------------------------------------------------------------------------------
 
     def gather(self, header: Header, first: torch.Tensor | None, second: torch.Tensor | None, like: Wire) -> Gathered:
         """Every rank's two vectors and header. Raises, on every rank, where a rank failed or ranks disagree."""
@@ -124,6 +199,7 @@ class Channel:
         """Tell the others, who are in this layer too, why this rank will not go on. The caller raises `problem`."""
         self.group.post_failure(self._topic(self._num_calls + 1), f"{type(problem).__name__}: {problem}")
         try:
+            self.announce("forward", layer, like)
             self.gather(Header(0, layer, failed=True), None, None, like)
         except (MismatchError, PeerFailedError):
             return  # what the others have to say does not matter: this rank has a problem of its own to raise
@@ -184,6 +260,13 @@ def channel_of(process_group: dist.ProcessGroup, device: torch.device) -> Channe
             own = own_group(process_group)
         found[has_own] = Channel(process_group, own)
     return found[has_own]
+
+
+def forget_channel(channel: Channel) -> None:
+    """Make a new one when the group is used next: on every rank, after this one broke off."""
+    for found in list(_channels.values()):
+        for has_own in [key for key, known in found.items() if known is channel]:
+            del found[has_own]
 
 
 def _described(layer: dict[str, Any]) -> str:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from phalanx.api.sync_batch_norm import journal
 from phalanx.api.sync_batch_norm.channel import Channel, Wire
 from phalanx.api.sync_batch_norm.header import DTYPES, NO_OPINION, Grads, Header
 from phalanx.api.sync_batch_norm.kernels import RunningStats, dense, kernels_for
@@ -21,7 +19,6 @@ class Call:
     """What one use of a layer needs beside tensors that have gradients."""
 
     channel: Channel
-    layer: weakref.ref[nn.Module]
     index: int
     wire: Wire
     running: RunningStats | None
@@ -46,7 +43,7 @@ class SyncedNorm(torch.autograd.Function):
             DTYPES.index(x.dtype) if count else NO_OPINION,
             grads,
         )
-        journal.note("forward", call.layer())
+        call.channel.announce("forward", call.index, call.wire)
         gathered = call.channel.gather(header, first, second, call.wire)
         if gathered.total < 2:
             raise ValueError(
@@ -73,7 +70,7 @@ class SyncedNorm(torch.autograd.Function):
         grad_input = None
         if ctx.reduces:
             sums = torch.stack([sum_grad.to(call.wire.dtype), distance.to(call.wire.dtype)])
-            journal.note("backward", call.layer())
+            call.channel.announce("backward", call.index, call.wire)
             call.channel.start_reduce(sums, call.index)()
             if needs_input:
                 both = (sums[0], sums[1])

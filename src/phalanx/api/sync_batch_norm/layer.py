@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -63,7 +62,11 @@ class SyncBatchNorm(TorchSyncBatchNorm):
         return self._synced_forward(input, group)
 
     def _group_to_synchronize(self) -> dist.ProcessGroup | None:
-        if not self.training or not dist.is_available() or not dist.is_initialized():
+        return self._own_ranks() if self.training else None
+
+    def _own_ranks(self) -> dist.ProcessGroup | None:
+        """The ranks that this layer normalises over in training; None where that is this one alone."""
+        if not dist.is_available() or not dist.is_initialized():
             return None
         group = self.process_group if self.process_group is not None else dist.group.WORLD
         # What new_group gives to a rank outside is not a process group; such a rank normalises alone.
@@ -89,6 +92,15 @@ class SyncBatchNorm(TorchSyncBatchNorm):
     def _synced_forward(self, input: Tensor, group: dist.ProcessGroup) -> Tensor:
         wire = self._wire(input)
         channel = channel_of(group, wire.device)
+        if not channel.is_led:
+            return self._normalized(input, channel, wire)
+        try:
+            return self._normalized(input, channel, wire)
+        except Exception as error:
+            channel.fail(error)
+            raise
+
+    def _normalized(self, input: Tensor, channel: Channel, wire: Wire) -> Tensor:
         index = self._index_on(channel, wire)
         problem = self._problem_with(input)
         if problem is not None:
@@ -99,7 +111,7 @@ class SyncBatchNorm(TorchSyncBatchNorm):
             grads |= Grads.INPUT | Grads.SOME if input.requires_grad else Grads.NONE
             needed = [p for p in (self.weight, self.bias) if p is not None and p.requires_grad]
             grads |= Grads.SOME if needed else Grads.NONE
-        call = Call(channel, weakref.ref(self), index, wire, self._running_stats(), self.eps)
+        call = Call(channel, index, wire, self._running_stats(), self.eps)
         result: Tensor = SyncedNorm.apply(input, self.weight, self.bias, call, grads)
         return result
 

@@ -1,77 +1,230 @@
-"""Taking part in the normalisation of others, with no samples, for a rank that has run out of data."""
+"""Ranks without data in the normalisation of those that have some: a joined rank takes part with an empty batch.
+
+Which layers the others run, how often and in which order, is theirs to decide (branches, checkpointing, several passes
+without a reduction), so they say it: from the first step that some rank has no data for, each collective of a layer is
+preceded by one number per rank. A rank without data listens in a thread of its own, since its main thread takes part in
+the reduction of gradients meanwhile, and the others' backward may wait for either first. Where all listen, it is over.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import json
+import threading
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from phalanx.api.sync_batch_norm import journal
-from phalanx.api.sync_batch_norm.channel import channel_of
+from phalanx.api.sync_batch_norm.channel import FIRST_USE_TIMEOUT_S, Channel, Wire, channel_of, forget_channel
 from phalanx.api.sync_batch_norm.header import Header
-from phalanx.api.sync_batch_norm.layer import SyncBatchNorm
+from phalanx.api.sync_batch_norm.layer import SyncBatchNorm, TorchSyncBatchNorm
+from phalanx.api.sync_batch_norm.words import LISTENING, UNKNOWN_LAYER, Word
+from phalanx.comm.c10d import C10dGroup
+from phalanx.errors import CollectiveTimeoutError, MismatchError, PhalanxError
+
+LOOK_EVERY_S = 0.5  # how soon a listener that is told to stop does so
 
 
-class Shadow:
-    """Repeats the collectives that this rank's last step with the module ran, with empty batches.
+def synchronized_layers(modules: Iterable[nn.Module]) -> list[tuple[str, TorchSyncBatchNorm]]:
+    """The SyncBatchNorm layers, torch's own too, each once, by name."""
+    found: dict[int, tuple[str, TorchSyncBatchNorm]] = {}
+    for module in modules:
+        for name, layer in module.named_modules():
+            if isinstance(layer, TorchSyncBatchNorm):
+                found.setdefault(id(layer), (name or "the module", layer))
+    return list(found.values())
 
-    Made before the loop it watches: every call of the module begins a step. `step` is then entered once for each step of
-    the others. A rank that ran no step goes by the order in which the layers
-    are registered. Whether the others run backward is known from their forward.
-    """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._layers = [layer for layer in module.modules() if isinstance(layer, SyncBatchNorm)]
-        self._forwards: list[SyncBatchNorm] = []
-        self._backwards: list[SyncBatchNorm] = []
-        self._unsubscribe = journal.subscribe(self._note)
-        self._hook = module.register_forward_pre_hook(self._begin)
+def problem_with(layers: Sequence[tuple[str, TorchSyncBatchNorm]], group: dist.ProcessGroup) -> str | None:
+    """Why a rank of `group` without data could not shadow these layers; None where it can."""
+    ranks = set(dist.get_process_group_ranks(group))
+    for name, layer in layers:
+        if not layer.training:
+            continue
+        if not isinstance(layer, SyncBatchNorm):
+            return (
+                f"{name} is a SyncBatchNorm of torch's own: its statistics are computed by all ranks in every forward "
+                "pass, which a rank without data has none of. Use phalanx.SyncBatchNorm"
+            )
+        own = layer._own_ranks()
+        if own is None:
+            continue
+        if not set(dist.get_process_group_ranks(own)) <= ranks:
+            return f"{name} normalises over ranks that do not take part in this loop"
+        device = _wire(layer, torch.empty(0)).device
+        if device.type != "cpu" and dist.get_backend(own) != "gloo":
+            return (
+                f"{name} shares a group of {dist.get_backend(own)} with the gradients: a rank without data cannot know in "
+                "which order the others use it. Give the layer a process group of Gloo"
+            )
+    return None
 
-    def close(self) -> None:
-        """Stop watching."""
-        self._unsubscribe()
-        self._hook.remove()
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Be there for one step of the others; the block runs what else this rank shares with them (`px.synchronize`).
+class Shadowing:
+    """One rank's part in the SyncBatchNorm layers of one loop over uneven data. All ranks make theirs alike."""
 
-        Backward's part is under way while the block runs, and done when it ends: the others' backward may wait for
-        either first. Running estimates follow, as they would for an empty batch.
+    def __init__(
+        self,
+        layers: Sequence[tuple[str, TorchSyncBatchNorm]],
+        group: C10dGroup,
+        *,
+        tell: Callable[[str], None],
+        like: torch.Tensor,
+        keeps_stats: bool,
+    ) -> None:
+        """`tell` is told what goes wrong in a layer; `like` stands for inputs of layers without any state.
+
+        `keeps_stats`: the running estimates of a rank without data follow the others'. Not where they are copied anyway.
         """
-        reduced = {}
-        for layer in self._forwards or [layer for layer in self._layers if layer.training]:
-            reduced[layer] = self._forward(layer)
-        order = self._backwards or list(reversed(self._forwards or self._layers))
-        started = [self._backward(layer) for layer in order if reduced.get(layer)]
-        yield
-        for finish in started:
-            finish()
+        self._layers = [layer for _, layer in layers if isinstance(layer, SyncBatchNorm)]
+        self._group = group
+        self.tell = tell
+        self._like = like
+        self._keeps_stats = keeps_stats
+        self._channels: list[Channel] = []
+        self._prepared = False
 
-    def _forward(self, layer: SyncBatchNorm) -> bool:
-        group = layer._group_to_synchronize()
-        if group is None:
-            return False
-        wire = layer._wire(torch.empty(0))
-        channel = channel_of(group, wire.device)
-        layer._index_on(channel, wire)
-        gathered = channel.gather(Header(0, shadow=True), None, None, wire)
-        layer._enter_stats(gathered)
-        return gathered.reduces_in_backward
+    def prepare(self) -> None:
+        """Compare the layers, and number those that no rank has used yet. Collective, once."""
+        if self._prepared:
+            return
+        self._prepared = True
+        mine = [[layer.num_features, str(_wire(layer, self._like).dtype)] for layer in self._layers]
+        said = json.dumps(mine).encode()
+        parts = self._group.exchange("the SyncBatchNorm layers of a join", said, timeout_s=FIRST_USE_TIMEOUT_S)
+        for rank, part in enumerate(parts):
+            if part != parts[0]:
+                raise MismatchError(
+                    "ranks have different SyncBatchNorm layers (channels, and how their statistics are sent): rank 0 has "
+                    f"{parts[0].decode()}, rank {rank} {part.decode()}",
+                    rank=self._group.rank,
+                    group=self._group.name,
+                )
+        for layer in self._layers:
+            own = layer._own_ranks()
+            if own is not None:
+                channel = channel_of(own, _wire(layer, self._like).device)
+                channel.adopt(layer)
+                if channel not in self._channels:
+                    self._channels.append(channel)
 
-    def _backward(self, layer: SyncBatchNorm) -> Callable[[], None]:
-        group = layer._group_to_synchronize()
-        assert group is not None
-        wire = layer._wire(torch.empty(0))
-        channel = channel_of(group, wire.device)
-        sums = torch.zeros(2, layer.num_features, dtype=wire.dtype, device=wire.device)
-        return channel.start_reduce(sums, layer._index_on(channel, wire))
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The groups that the layers communicate in."""
+        return [channel.group.process_group for channel in self._channels]
 
-    def _begin(self, *_: object) -> None:
-        self._forwards, self._backwards = [], []
+    def lead(self) -> None:
+        """This rank has data and another has none: say what comes. Local; all ranks with data do so at the same point."""
+        for channel in self._channels:
+            channel.lead(self)
 
-    def _note(self, direction: journal.Direction, layer: nn.Module) -> None:
-        if any(layer is mine for mine in self._layers) and isinstance(layer, SyncBatchNorm):
-            (self._forwards if direction == "forward" else self._backwards).append(layer)
+    def rest(self) -> None:
+        """Every rank has data again. Local, at the same point on all ranks."""
+        for channel in self._channels:
+            channel.stop_leading()
+
+    def listen(self) -> None:
+        """This rank has no data from here on. Local."""
+        for channel in self._channels:
+            listener = _listeners.get(channel)
+            if listener is None:
+                listener = _listeners[channel] = Listener(channel, self._like.device)
+                listener.start()
+            if self._keeps_stats:
+                listener.keeps_stats_of.update(map(id, self._layers))
+
+    def finish(self) -> None:
+        """No rank has data any more, or every rank gives up at this point. Collective, where a rank led or listened."""
+        for channel in self._channels:
+            listener = _listeners.pop(channel, None)
+            if listener is None and not channel.is_led:
+                continue
+            channel.stop_leading()
+            if listener is None:
+                listener = Listener(channel, self._like.device)
+                listener.start()
+            listener.join()
+            if listener.error is not None:
+                raise listener.error
+
+    def break_off(self, reason: str) -> None:
+        """This rank leaves by itself. Who waits for it in a layer is told; the next use begins anew."""
+        for channel in self._channels:
+            listener = _listeners.pop(channel, None)
+            if listener is None and not channel.is_led:
+                continue
+            channel.stop_leading()
+            forget_channel(channel)
+            channel.group.abort(reason)
+            if listener is not None:
+                listener.stop()
+
+
+class Listener:
+    """The thread of a rank without data that takes part in what the others announce on one channel."""
+
+    def __init__(self, channel: Channel, device: torch.device) -> None:
+        self.error: PhalanxError | None = None
+        self.keeps_stats_of: set[int] = set()
+        self._channel = channel
+        self._device = device
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="phalanx-sync-batch-norm", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            with torch.no_grad():
+                while not self._stopped.is_set() and (word := self._hear()) != LISTENING:
+                    self._take_part(word)
+        except PhalanxError as error:
+            self.error = error
+
+    def _hear(self) -> int:
+        work, heard = self._channel.start_saying(LISTENING)
+        while True:
+            try:
+                work.wait(LOOK_EVERY_S)
+                return self._channel.understood(heard)
+            except CollectiveTimeoutError:
+                if work.done():
+                    raise
+            if self._stopped.is_set():
+                return LISTENING
+
+    def _take_part(self, number: int) -> None:
+        layer = None if number == UNKNOWN_LAYER else self._channel.layer(Word.decode(number).layer)
+        if not isinstance(layer, SyncBatchNorm):
+            raise MismatchError(
+                "the others use a SyncBatchNorm layer that this rank, which has no data left, does not know",
+                rank=self._channel.group.rank,
+                group=self._channel.group.name,
+            )
+        word = Word.decode(number)
+        device = _wire(layer, torch.empty(0, device=self._device)).device
+        wire = Wire(layer.num_features, torch.float64 if word.wide else torch.float32, device)
+        if word.direction == "backward":
+            sums = torch.zeros(2, layer.num_features, dtype=wire.dtype, device=wire.device)
+            self._channel.start_reduce(sums, word.layer)()
+            return
+        gathered = self._channel.gather(Header(0, shadow=True), None, None, wire)
+        if id(layer) in self.keeps_stats_of:
+            layer._enter_stats(gathered)
+
+
+_listeners: dict[Channel, Listener] = {}
+
+
+def _wire(layer: TorchSyncBatchNorm, like: torch.Tensor) -> Wire:
+    assert isinstance(layer, SyncBatchNorm)
+    return layer._wire(like)
