@@ -51,7 +51,7 @@ def averagers_reloaded(sides: Sides) -> None:
         averagers = [make(kind, True), make(kind, False)]
         alike = []
         for step in range(8):
-            if step == 3:
+            if step == 2:
                 saved = _through_a_file({"model": mine.state_dict(), "averager": averagers[0].state_dict()})
                 mine, averagers[0] = mlp(seed=5), make(kind, True)
                 mine.load_state_dict(saved["model"])
