@@ -38,6 +38,9 @@ def built_in(sides: Sides) -> None:
             model._register_builtin_comm_hook(kind)
         half = kind == dist.BuiltinCommHookType.FP16_COMPRESS
         pair.train(square_loss, steps=3, **_close(sides, half=half))
+        for model in pair.both():  # what came by the wire in float16 has no more digits than that
+            gradient = model.module[0].weight.grad
+            assert torch.equal(gradient, gradient.half().float()) == half
 
 
 def by_type(sides: Sides) -> None:
