@@ -125,6 +125,33 @@ def test_ddp_join_without_a_reduction_in_every_step() -> None:
     assert_same_state(net, _alone(counts, sync_every=2), **CLOSE)
 
 
+@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+def test_ddp_join_with_a_hook_that_waits_in_the_middle_of_backward(backend: str) -> None:
+    """The others then wait for a rank without data in a bucket before they come to a layer that waits for it, too."""
+    run_ranks(_waits, 3, backend=backend)
+
+
+def _waits() -> None:
+    counts = [1, 3, 0]
+
+    def hook(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        dist.all_reduce(bucket.buffer())
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer().div_(dist.get_world_size()))
+        return done
+
+    net = px.synchronize_batch_norm(_net())
+    model = px.DistributedDataParallel(net, find_unused_parameters=True, bucket_cap_mb=0.0001)
+    model.register_comm_hook(None, hook)
+    optimizer = _sgd(model)
+    with model.join():
+        for step, batch in enumerate(shares(counts)[dist.get_rank()]):
+            optimizer.zero_grad()
+            model(batch, step).square().mean().backward()
+            optimizer.step()
+    assert_same_state(net, _alone(counts, by_all=True), **CLOSE)
+
+
 @ranks(3)
 def test_several_models_share_the_layers_group() -> None:
     counts = [1, 3, 0]
