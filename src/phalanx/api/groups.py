@@ -7,6 +7,9 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from phalanx.api.world import checked_timeout
+from phalanx.comm.c10d import own_groups_of
+
 
 def monitored_barrier(
     group: dist.ProcessGroup | None = None, *, timeout_s: float | None = None, wait_all_ranks: bool = False
@@ -17,7 +20,7 @@ def monitored_barrier(
     others on to torch. With `wait_all_ranks` every missing rank is named, not only the first.
     """
     chosen = group if group is not None else distributed_c10d._get_default_group()
-    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+    timeout = None if timeout_s is None else timedelta(seconds=checked_timeout(timeout_s, zero_too=True))
     own = getattr(chosen, "monitored_barrier", None)
     if dist.get_backend(chosen) == "phalanx" and own is not None:
         own(timeout, wait_all_ranks)
@@ -26,16 +29,17 @@ def monitored_barrier(
 
 
 def set_timeout(timeout_s: float, group: dist.ProcessGroup | None = None) -> None:
-    """How long collectives of this group wait for a peer from now on; local to this rank, so call it on all."""
-    if timeout_s <= 0:
-        raise ValueError(f"a time-out is a positive number of seconds, got {timeout_s!r}")
+    """How long collectives of this group wait for a peer from now on; local to this rank, so call it on all.
+
+    The groups of their own that modules replicated over this one have got are set with it.
+    """
+    timeout = timedelta(seconds=checked_timeout(timeout_s))
     chosen = group if group is not None else distributed_c10d._get_default_group()
-    timeout = timedelta(seconds=timeout_s)
-    own = getattr(chosen, "set_timeout", None)
-    if dist.get_backend(chosen) == "phalanx" and own is not None:
-        own(timeout)
-    else:
-        distributed_c10d._set_pg_timeout(timeout, chosen)
+    for one in (chosen, *own_groups_of(chosen)):
+        if hasattr(one, "timeout_s"):  # one of ours
+            one.set_timeout(timeout)
+        else:
+            distributed_c10d._set_pg_timeout(timeout, one)
 
 
 def split_group(parent: dist.ProcessGroup | None, split_ranks: list[list[int]]) -> dist.ProcessGroup | None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from phalanx.errors import UnsynchronizedStepError
+from phalanx.optim.in_backward import is_stepped_in_backward
 from phalanx.reducer.bucket import ParameterSlot
 from phalanx.reducer.options import Placement
 from phalanx.reducer.reducer import Reducer
@@ -97,6 +98,8 @@ def _replicas_of(optimizer: Optimizer) -> list[weakref.ref[Any]]:
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if any(callable(given) for given in (*args[1:], *kwargs.values())):
         return  # a closure: the backward passes of this step are still to come
+    if is_stepped_in_backward(optimizer):
+        return  # backward has averaged, or the step is about to be refused
     for reference in _replicas_of(optimizer):
         replica = reference()
         if replica is None or replica.reducer.group.size == 1:
@@ -107,6 +110,8 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         last = seen.get(replica) or _before_first_step(optimizer, replica)
         if last == (stats.steps, stats.kept):
             _take_part(replica, optimizer)
+        elif last.kept != stats.kept:
+            _refuse_kept(replica)
         seen[replica] = _seen_by_any[replica] = _Seen(stats.steps, stats.kept)
 
 
@@ -125,6 +130,33 @@ def _before_first_step(optimizer: Optimizer, replica: Watched) -> _Seen:
     return _seen_by_any.get(replica, _Seen(0, 0))
 
 
+def _refuse_kept(replica: Watched) -> None:
+    """Gradients that `no_sync` kept for a later pass, which has not come: outside of it nobody can mean to step on them."""
+    reducer = replica.reducer
+    if not replica.takes_part() or reducer.options.placement is not Placement.OWNED:
+        return  # inside of `no_sync` a step on this rank's own gradients is meant; torch's contract allows it anywhere
+    kept = [slot.name for slot in reducer.slots if slot.dirty and getattr(slot.ref(), "grad", None) is not None]
+    if kept:
+        _refuse(
+            reducer,
+            kept,
+            "they were kept by backward passes in phalanx.no_sync, and no pass after that has averaged them. Run the last "
+            "pass before the step outside of no_sync, or call phalanx.synchronize, or use phalanx.accumulate, which "
+            "averages a shorter last group, too; to step on this rank's own gradients, step within no_sync",
+        )
+
+
+def _refuse(reducer: Reducer, names: list[str], why: str) -> NoReturn:
+    error = UnsynchronizedStepError(
+        f"the optimizer is about to step on gradients that were never averaged ({len(names)} parameters): {why}",
+        rank=reducer.group.rank,
+        step=reducer.step,
+        parameters=names,
+    )
+    reducer.group.post_failure(reducer.topic, str(error))  # the others may be waiting for this rank's part
+    raise error
+
+
 def _take_part(replica: Watched, optimizer: Optimizer) -> None:
     """No pass of this rank has synchronised since the last step. Nothing was computed: zeros. Something was: an error."""
     reducer = replica.reducer
@@ -136,16 +168,12 @@ def _take_part(replica: Watched, optimizer: Optimizer) -> None:
     if unseen and _changes_nothing(optimizer):
         return
     if unseen:
-        error = UnsynchronizedStepError(
-            f"the optimizer is about to step on gradients that were never averaged ({len(unseen)} parameters): they did "
-            "not come from a backward pass that Phalanx saw. Let backward() compute them, or call phalanx.synchronize "
-            "before the step, or put it into phalanx.no_sync",
-            rank=reducer.group.rank,
-            step=reducer.step,
-            parameters=unseen,
+        _refuse(
+            reducer,
+            unseen,
+            "they did not come from a backward pass that Phalanx saw. Let backward() compute them, or call "
+            "phalanx.synchronize before the step, or put it into phalanx.no_sync",
         )
-        reducer.group.post_failure(reducer.topic, str(error))  # the others may be waiting for this rank's part
-        raise error
     logger.info(
         "rank %d computed no gradient of %s in this step and takes part with zeros. If gradients are read before the "
         "optimizer's step (clipping, a GradScaler), call phalanx.synchronize first",

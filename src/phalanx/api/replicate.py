@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from phalanx.api import engines, optimizer_watch
 from phalanx.api.axis import check_mesh, group_along
@@ -44,6 +45,11 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 # only a container for the call may go. It must not lead to them in turn (see ParameterSlot), and a watch does.
 _replicas: weakref.WeakKeyDictionary[nn.Module, Replica] = weakref.WeakKeyDictionary()
 _watches: weakref.WeakKeyDictionary[nn.Module, ModuleWatch] = weakref.WeakKeyDictionary()
+_weighted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_CHANGE_ALIKE = (
+    "What changes between steps (frozen, replaced, cast) must change on every rank, between the same two steps. Put it "
+    "right, then call phalanx.replicate(phalanx.unreplicate(module)) on every rank"
+)
 
 
 def replicate(
@@ -85,6 +91,11 @@ def replicate(
     if not isinstance(module, nn.Module):
         raise TypeError(f"replicate takes a torch.nn.Module, got {type(module).__name__}")
     check_policy(buffers)
+    for option, value in (("bucket_bytes", bucket_bytes), ("first_bucket_bytes", first_bucket_bytes)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < 1):
+            raise ValueError(f"{option} takes a positive number of bytes; got {value!r}")
+    if isinstance(ignore, str):
+        raise TypeError(f"ignore takes a list of names, got the string {ignore!r}: write [{ignore!r}]")
     if precision is not None and not isinstance(precision, Precision):
         raise TypeError(f"precision takes a phalanx.Precision, got {type(precision).__name__}")
     group = group_of(_resolve(process_group, device_mesh))
@@ -101,7 +112,8 @@ def replicate(
     if init_sync:
         # A rank with a problem of its own tells the others before it raises: they would wait for it otherwise.
         entries = [] if problem else _entries(module, ignored, lowering)
-        verify_same(group, entries, problem=str(problem) if problem else None)
+        options = {"bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes, "buffers": buffers}
+        verify_same(group, entries, options=options, problem=str(problem) if problem else None)
     if problem is not None:
         raise problem
     own = group_of(own_group(group.process_group))
@@ -112,6 +124,23 @@ def replicate(
     if own is not group:
         weakref.finalize(replica, release_group, own.process_group).atexit = False
     return module
+
+
+def _refuse_torchs_ddp(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    """Called by torch whenever a module becomes part of another: its own DDP around a replicated one would average nothing.
+
+    Each takes gradients away that the other waits for, and what is left is zero, with no error.
+    """
+    if isinstance(parent, nn.parallel.DistributedDataParallel) and name == "module" and child is not None:
+        inside = [type(one).__name__ for one in child.modules() if one in _replicas]
+        if inside:
+            raise ValueError(
+                f"this {inside[0]} is already replicated by phalanx.replicate, which averages its gradients: do not wrap "
+                f"it in {type(parent).__name__}, or call phalanx.unreplicate first"
+            )
+
+
+register_module_module_registration_hook(_refuse_torchs_ddp)
 
 
 def _resolve(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> dist.ProcessGroup:
@@ -292,7 +321,8 @@ class Replica:
             if added
             else None
         )
-        verify_same(self.group, _entries(module, self._ignored, self.lowering), problem=problem)
+        entries = _entries(module, self._ignored, self.lowering)
+        verify_same(self.group, entries, problem=problem, doing="go on with its model", advice=_CHANGE_ALIKE)
         if problem is not None:
             raise ReducerStateError(problem, rank=self.group.rank, step=self.reducer.stats.steps, parameters=added)
         known = {id(slot.ref()) for slot in self.reducer.slots}
@@ -332,6 +362,8 @@ class Replica:
 
 def replica_of(module: nn.Module) -> Replica:
     """The state of a replicated module; an error that says what to do for any other."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"this takes the module that was given to phalanx.replicate, got {type(module).__name__}")
     found = _replicas.get(module)
     if found is None:
         inside = [name for name, child in module.named_modules() if child in _replicas]
@@ -406,10 +438,21 @@ def weight(module: nn.Module, n: float, *, reduction: Reduction = "mean") -> Non
     their weights add up. (Or once in a step, for gradients that you have scaled yourself.) Zero is for a batch without
     samples; its gradient must be zero too. `module` may be a `DistributedDataParallel`.
     """
+    if isinstance(n, bool | str) or not hasattr(n, "__float__"):
+        raise TypeError(f"a weight is a number of samples or tokens; got {n!r}")
     if not 0 <= n < float("inf"):
         raise ValueError(f"a weight is a number of samples or tokens, not negative and not infinite; got {n!r}")
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction must be mean or sum, as of the loss; got {reduction!r}")
+    if reduction == "mean" and module not in _weighted:
+        _weighted.add(module)
+        if any(isinstance(child, nn.SyncBatchNorm) for child in module.modules()):
+            logger.warning(
+                "%s has SyncBatchNorm: if batches differ in size, weights for the mean of a loss do not reach what lies "
+                "below such a layer, whose backward adds up the ranks' gradients before they are weighted. Compute the "
+                'loss as a sum and say phalanx.weight(…, reduction="sum"), which is exact',
+                type(module).__name__,
+            )
     _reducer_of(module).set_weight(float(n), reduction)
 
 

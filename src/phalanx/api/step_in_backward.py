@@ -27,7 +27,8 @@ def step_in_backward(
     """Let every synchronised backward pass of this module end in a step of this optimizer.
 
     The optimizer stays what it is: its `state_dict`, parameter groups and learning-rate schedulers work as ever, and it
-    steps once per step of the ranks, on averages, after all of backward. Passes under `no_sync` only accumulate. A
+    steps once per step of the ranks, on averages, after all of backward; an ``optimizer.step()`` of yours that is left in
+    the loop is an error. Passes under `no_sync` only accumulate. A
     parameter that no rank used has no gradient and is not stepped. If a rank fails in backward, no rank steps.
 
     Every rank calls this at the same point, alike: the ranks compare. A rank that has no backward pass in some step
@@ -50,7 +51,9 @@ def step_in_backward(
             raise problem
     finally:
         problem = None  # an error that leads to itself, by its traceback, would keep the module for a while
-    stepping = StepInBackward(engine, optimizer, free_gradients=free_gradients, before_step=before_step)
+    stepping = StepInBackward(
+        engine, optimizer, free_gradients=free_gradients, before_step=before_step, refuses_others=True
+    )
     keep(module, stepping)
     return stepping
 

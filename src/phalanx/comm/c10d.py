@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import itertools
 import json
+import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,8 @@ from phalanx.errors import (
 
 # How long a wait goes on before it looks at the board, and again. A collective that ends wakes the waiter at once.
 LOOK_EVERY_S = 0.2
+logger = logging.getLogger(__name__)
+_GUESSES = "killed, out of memory, or at its end after fewer steps?"
 # A rank that dies takes its connections with it before its farewell can be read: how long survivors look for the cause.
 CAUSE_WITHIN_S = 0.6
 # A peer that died may have done its part before: what it sent is still on its way. After this time it is missed.
@@ -59,6 +62,7 @@ class _Ledger:
 
 
 _ledgers: weakref.WeakKeyDictionary[dist.ProcessGroup, _Ledger] = weakref.WeakKeyDictionary()
+_twins: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
 
 def _ledger_of(process_group: dist.ProcessGroup) -> _Ledger:
@@ -99,6 +103,7 @@ def own_group(process_group: dist.ProcessGroup) -> dist.ProcessGroup:
         group_desc="phalanx.replicate",
     )
     assert isinstance(made, dist.ProcessGroup)
+    _twins.setdefault(process_group, weakref.WeakSet()).add(made)
     return made
 
 
@@ -115,7 +120,14 @@ def release_group(process_group: dist.ProcessGroup) -> None:
         dist.destroy_process_group(process_group)
 
 
+def own_groups_of(process_group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
+    """Those that `own_group` made as twins of this one, and that are still in use."""
+    return [twin for twin in _twins.get(process_group, ()) if twin in distributed_c10d._world.pg_map]
+
+
 def _timeout_s(process_group: dist.ProcessGroup) -> float:
+    if (of_ours := getattr(process_group, "timeout_s", None)) is not None:
+        return float(of_ours)
     try:
         device = next(iter(process_group._device_types))
         timeout = process_group._get_backend(device).options._timeout
@@ -321,7 +333,10 @@ class C10dGroup(Group):
 
     def post_failure(self, topic: str, reason: str) -> None:
         if self.board is not None:
-            self.board.post("failed", topic, reason)
+            try:
+                self.board.post("failed", topic, reason)
+            except RuntimeError as error:  # the store is gone, and who could read it is told so by its own waits
+                logger.debug("rank %d could not post its failure: %s", self.rank, error)
 
     def failure_of(self, rank: int, topic: str) -> str | None:
         if self.board is None:
@@ -391,7 +406,7 @@ class C10dGroup(Group):
         missed = [rank for rank, since in self._dead_since.items() if now - since > MISSED_AFTER_S]
         if missed:
             raise PeerLostError(
-                f"{_ranks(missed)} died without a word (killed, or out of memory?)",
+                f"{_ranks(missed)} died without a word ({_GUESSES})",
                 lost_ranks=missed,
                 rank=self.rank,
                 group=self.name,
@@ -418,7 +433,7 @@ class C10dGroup(Group):
                 break
             poll.pause()
         if dead:
-            message = f"{_ranks(dead)} died during {what} without a word (killed, or out of memory?): {text}"
+            message = f"{_ranks(dead)} died during {what} without a word ({_GUESSES}): {text}"
         elif self.size == 2:
             dead = [1 - self.rank]
             message = f"lost the connection to rank {1 - self.rank} during {what}: {text}"

@@ -17,6 +17,14 @@ from torch.optim import Optimizer
 from phalanx.reducer.reducer import Reducer
 from phalanx.reducer.unused import Report
 
+_stepped: weakref.WeakKeyDictionary[Optimizer, weakref.ref[StepInBackward]] = weakref.WeakKeyDictionary()
+
+
+def is_stepped_in_backward(optimizer: Optimizer) -> bool:
+    """Whether backward steps it, and no other may."""
+    stepping = _stepped[optimizer]() if optimizer in _stepped else None
+    return stepping is not None and stepping.attached
+
 
 class StepInBackward:
     """An optimizer that a reducer steps, until `remove`. Someone must keep this: the reducer does not.
@@ -32,6 +40,7 @@ class StepInBackward:
         *,
         free_gradients: bool,
         before_step: Callable[[], object] | None = None,
+        refuses_others: bool = False,
     ) -> None:
         self.optimizer = optimizer
         self.num_steps = 0
@@ -48,11 +57,20 @@ class StepInBackward:
 
         self._action = step
         engine.on_report.append(step)
+        self._stepping = False
+        self._handle = None
+        if refuses_others:
+            self._handle = optimizer.register_step_pre_hook(_refuse_of(this))
+            _stepped[optimizer] = this
 
     def _step(self) -> None:
         if self._before_step is not None:
             self._before_step()
-        self.optimizer.step()
+        self._stepping = True
+        try:
+            self.optimizer.step()
+        finally:
+            self._stepping = False
         self.num_steps += 1
         if self._free_gradients:
             self.optimizer.zero_grad(set_to_none=True)
@@ -68,6 +86,23 @@ class StepInBackward:
         engine = self._engine()
         if engine is not None and self._action in engine.on_report:
             engine.on_report.remove(self._action)
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+
+def _refuse_of(this: weakref.ref[StepInBackward]) -> Callable[..., None]:
+    """A hook before the optimizer's steps that lets only those pass that backward makes."""
+
+    def refuse(*_: Any) -> None:
+        stepping = this()
+        if stepping is not None and stepping.attached and not stepping._stepping:
+            raise RuntimeError(
+                f"this {type(stepping.optimizer).__name__} steps in backward (phalanx.step_in_backward): leave out "
+                "optimizer.step(), which would step a second time; or remove() what steps it first"
+            )
+
+    return refuse
 
 
 class _Held(list[StepInBackward]):

@@ -27,7 +27,12 @@ class Standing:
     def check(self) -> None:
         """Raise what made the group of no use, if anything did."""
         if self._broken is not None:
-            raise copy.copy(self._broken)
+            error = copy.copy(self._broken)
+            error.add_note(
+                "This was found in an earlier step, and the ranks have not been in step since: what was put right then was "
+                "not looked at. phalanx.replicate(phalanx.unreplicate(module)) on every rank begins anew"
+            )
+            raise error
 
     def break_off(self, error: PhalanxError) -> None:
         """This rank did not come to the end of what all ranks share, and no longer knows where the others are."""

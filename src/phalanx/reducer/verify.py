@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -67,21 +67,29 @@ def first_difference(mine: Sequence[TensorEntry], theirs: Sequence[TensorEntry])
 
 
 def verify_same(
-    group: Group, entries: Sequence[TensorEntry], *, problem: str | None = None, timeout_s: float = VERIFY_WITHIN_S
+    group: Group,
+    entries: Sequence[TensorEntry],
+    *,
+    options: Mapping[str, object] | None = None,
+    problem: str | None = None,
+    doing: str = "replicate its model",
+    advice: str = "Build the same model on every rank, in the same order, before it is replicated",
+    timeout_s: float = VERIFY_WITHIN_S,
 ) -> None:
     """Raise on every rank where the ranks' entries differ, or where some rank says it has a problem of its own.
 
     Collective. `problem` is a local error that would otherwise leave the other ranks waiting: they raise with its text,
     and the caller raises its own error after this returns.
     """
-    listed = json.dumps([vars(entry) for entry in entries]).encode()
+    mine = dict(options or {})
+    listed = json.dumps({"options": mine, "entries": [vars(entry) for entry in entries]}).encode()
     digest = hashlib.sha256(listed).hexdigest()
     said = group.exchange("model", json.dumps({"digest": digest, "problem": problem}).encode(), timeout_s=timeout_s)
     everyone = [json.loads(part) for part in said]
     for rank, theirs in enumerate(everyone):
         if theirs["problem"] is not None and rank != group.rank and problem is None:
             raise PeerFailedError(
-                f"rank {rank} could not replicate its model: {theirs['problem']}", failed_ranks=(rank,), rank=group.rank
+                f"rank {rank} could not {doing}: {theirs['problem']}", failed_ranks=(rank,), rank=group.rank
             )
     if problem is not None:
         return
@@ -92,14 +100,23 @@ def verify_same(
     other = 0
     if digest == everyone[0]["digest"]:
         other = next(rank for rank, theirs in enumerate(everyone) if theirs["digest"] != digest)
+    there = json.loads(lists[other])
+    different = [name for name, value in mine.items() if there["options"].get(name) != value]
+    if different:
+        name = different[0]
+        raise MismatchError(
+            f"rank {group.rank} (here) and rank {other} (there) were given different options: {name} is here "
+            f"{mine[name]!r}, there {there['options'].get(name)!r}. Give the same on every rank",
+            rank=group.rank,
+            group=group.name,
+        )
     theirs_listed = [
         TensorEntry(**{**entry, "shape": tuple(entry["shape"]), "stride": tuple(entry["stride"])})
-        for entry in json.loads(lists[other])
+        for entry in there["entries"]
     ]
     difference = first_difference(entries, theirs_listed)
     raise MismatchError(
-        f"rank {group.rank} (here) and rank {other} (there) hold different models: {difference}. "
-        "Build the same model on every rank, in the same order, before it is replicated",
+        f"rank {group.rank} (here) and rank {other} (there) hold different models: {difference}. {advice}",
         rank=group.rank,
         group=group.name,
     )

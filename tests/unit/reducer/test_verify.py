@@ -56,7 +56,8 @@ class FakeGroup:
     def exchange(self, label: str, payload: bytes, *, timeout_s: float) -> list[bytes]:
         self.said.append(label)
         if label != "model":
-            return [json.dumps([vars(entry) for entry in model]).encode() for model in self._models]
+            listed = [{"options": {}, "entries": [vars(entry) for entry in model]} for model in self._models]
+            return [json.dumps(one).encode() for one in listed]
         parts = []
         for rank, model in enumerate(self._models):
             listener = _Listener(rank, len(self._models))

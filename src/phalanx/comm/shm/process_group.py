@@ -144,6 +144,11 @@ class PhalanxGroup(Operations, ProcessGroup):  # type: ignore[misc]
 
     # ---- timeouts --------------------------------------------------------------------------------------------
 
+    @property
+    def timeout_s(self) -> float:
+        """How long a call waits for its peers that does not bring its own time-out."""
+        return self._timeout_s
+
     def set_timeout(self, timeout: timedelta) -> None:
         """For calls made from now on that do not bring their own."""
         if timeout.total_seconds() <= 0:
