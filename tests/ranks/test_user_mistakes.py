@@ -149,6 +149,17 @@ def test_what_to_do_after_a_parameter_was_frozen_on_one_rank() -> None:
     loss_of(model).backward()
 
 
+@ranks(2, backend="phalanx", allow_leaks="a module that failed")
+def test_a_hook_whose_future_never_completes() -> None:
+    model, _ = trained()
+    px.register_hook(model, lambda state, bucket: torch.futures.Future())
+    px.set_timeout(2)
+    began = time.monotonic()
+    with pytest.raises(PhalanxError, match=r"lambda.*did not complete within 2 s"):
+        loss_of(model).backward()
+    assert time.monotonic() - began < 10
+
+
 @ranks(2, allow_leaks="a module that failed")
 def test_a_parameter_added_on_one_rank() -> None:
     model, _ = trained()

@@ -193,6 +193,11 @@ class C10dGroup(Group):
         self._exchanges = ledger.turns
         self._serials = ledger.serials
 
+    @property
+    def timeout_s(self) -> float:
+        """How long its collectives wait for a peer."""
+        return _timeout_s(self.process_group)
+
     def waits_on_streams(self, device: torch.device) -> bool:
         return (self._backends.get(device.type) or self._backends.get("")) in _STREAM_BACKENDS
 

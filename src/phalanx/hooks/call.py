@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ import torch
 
 from phalanx.comm.c10d import LOOK_EVERY_S, C10dGroup
 from phalanx.comm.group import Work
-from phalanx.errors import ReducerStateError
+from phalanx.errors import CollectiveTimeoutError, ReducerStateError
 from phalanx.hooks.grad_bucket import GradBucket
 from phalanx.reducer.bucket import Bucket
 
@@ -124,14 +125,26 @@ class HookWork(Work):
         future = self._future
         assert future is not None
         if self._buffer.device.type == "cpu" and not future.done():
-            over = threading.Event()
-            future.add_done_callback(lambda _: over.set())
-            while not over.wait(LOOK_EVERY_S):
-                self._group.check_notices()
+            self._wait_until_done(future)
         with self._noting_failure():
             self._value = self._checked(self._result_of(future))
         if not self._value.is_sparse and self._value.data_ptr() != self._buffer.data_ptr():
             self._buffer.copy_(self._value.view(-1))
+
+    def _wait_until_done(self, future: torch.futures.Future[Any]) -> None:
+        over = threading.Event()
+        future.add_done_callback(lambda _: over.set())
+        within_s, began = self._group.timeout_s, time.monotonic()
+        while not over.wait(LOOK_EVERY_S):
+            self._group.check_notices()
+            if time.monotonic() - began > within_s:  # its collectives have time-outs of their own, and are over by now
+                self._failed = True
+                raise CollectiveTimeoutError(
+                    f"the future of the communication hook {self._hook} for bucket {self._bucket.index} did not complete "
+                    f"within {within_s:g} s. It must be one that a collective completes, or that the hook sets",
+                    rank=self._group.rank,
+                    group=self._group.name,
+                )
 
     def _result_of(self, future: torch.futures.Future[Any]) -> Any:
         try:

@@ -413,8 +413,9 @@ class Reducer:
     def _fail_in_bucket_hook(self, error: Exception) -> None:
         """A bucket hook raised. Which collectives it has left undone nobody knows: ranks that wait are told to give up."""
         if self.mode is Mode.SYNC:
-            self.group.post_failure(self.topic, f"its communication hook raised {type(error).__name__}: {error}")
             where = " ".join(getattr(error, "__notes__", ()))
+            reason = f"its communication hook raised {type(error).__name__}: {error} {where}".rstrip()
+            self.group.post_failure(self.topic, reason)
             self._part(f"broke off with {self.stats.buckets_launched} buckets sent {where}".rstrip())
 
     def _part(self, how: str) -> None:
