@@ -200,6 +200,11 @@ def test_arguments_that_cannot_be_right() -> None:
         (lambda: px.replicate(model, ignore="weight"), TypeError, r"ignore takes a list of names.*\['weight'\]"),
         (lambda: px.weight(model, "3"), TypeError, "a weight is a number"),
         (lambda: px.synchronize(model.parameters()), TypeError, "given to phalanx.replicate, got generator"),
+        (
+            lambda: px.register_hook(px.replicate(nn.Linear(1, 1)), lambda bucket: bucket),
+            TypeError,
+            r"hook\(state, bucket\).*lambda.*does not take",
+        ),
         (lambda: px.set_timeout("3"), TypeError, "a number of seconds, got '3'"),
         (lambda: px.set_timeout(-1), ValueError, "positive number of seconds, got -1"),
         (lambda: px.monitored_barrier(timeout_s="3"), TypeError, "a number of seconds"),

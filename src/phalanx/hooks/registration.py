@@ -13,6 +13,11 @@ def problem_with_hook(hook: Any) -> Exception | None:
     """What is wrong with a hook, as the error to raise; None where nothing is."""
     if not callable(hook):
         return TypeError("Communication hook must be callable.")
+    if not _takes_state_and_bucket(hook):
+        return TypeError(
+            f"a communication hook is called as hook(state, bucket); {getattr(hook, '__qualname__', hook)} does not take "
+            "these two arguments"
+        )
     bucket, returned = _annotations(hook)
     if bucket not in (inspect.Parameter.empty, Any, dist.GradBucket):
         return ValueError("Communication hook: bucket annotation should be dist.GradBucket.")
@@ -21,6 +26,18 @@ def problem_with_hook(hook: Any) -> Exception | None:
     if getattr(hook, "__name__", "") in ("bf16_compress_hook", "bf16_compress_wrapper_hook") and not _bf16_reduces():
         return TypeError("BF16 all reduce communication hook required CUDA 11+ and NCCL 2.10+ or XPU and XCCL")
     return None
+
+
+def _takes_state_and_bucket(hook: Any) -> bool:
+    try:
+        signature = inspect.signature(hook)
+    except (TypeError, ValueError):  # one in C, say: nobody knows
+        return True
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        return False
+    return True
 
 
 def _annotations(hook: Any) -> tuple[Any, Any]:
