@@ -373,6 +373,7 @@ def replica_of(module: nn.Module) -> Replica:
 
 
 def is_replicated(module: nn.Module) -> bool:
+    """Whether `replicate` was called on this very module, and not undone."""
     return module in _replicas
 
 
