@@ -45,6 +45,7 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 # only a container for the call may go. It must not lead to them in turn (see ParameterSlot), and a watch does.
 _replicas: weakref.WeakKeyDictionary[nn.Module, Replica] = weakref.WeakKeyDictionary()
 _watches: weakref.WeakKeyDictionary[nn.Module, ModuleWatch] = weakref.WeakKeyDictionary()
+_TORCHS_DDP = nn.parallel.DistributedDataParallel  # before anybody swaps it
 _weighted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _CHANGE_ALIKE = (
     "What changes between steps (frozen, replaced, cast) must change on every rank, between the same two steps. Put it "
@@ -131,7 +132,7 @@ def _refuse_torchs_ddp(parent: nn.Module, name: str, child: nn.Module | None) ->
 
     Each takes gradients away that the other waits for, and what is left is zero, with no error.
     """
-    if isinstance(parent, nn.parallel.DistributedDataParallel) and name == "module" and child is not None:
+    if isinstance(parent, _TORCHS_DDP) and name == "module" and child is not None:
         inside = [type(one).__name__ for one in child.modules() if one in _replicas]
         if inside:
             raise ValueError(
