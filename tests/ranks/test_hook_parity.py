@@ -208,9 +208,6 @@ def zero_in_hook(interleaved: bool) -> None:
         )
         model.register_comm_hook(group, wrap(default_hooks.allreduce_hook, model, zero))
         models.append(model)
-    # The hook waits until buckets are laid out anew. Torch's are in the second forward pass, ours in the second backward,
-    # so that ours steps one pass later.
-    backward(models[1], 99)
     for step in range(6):
         for model in models:
             model.zero_grad()

@@ -127,7 +127,7 @@ def replicate(
     return module
 
 
-def _refuse_torchs_ddp(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+def refuse_torchs_ddp(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     """Called by torch whenever a module becomes part of another: its own DDP around a replicated one would average nothing.
 
     Each takes gradients away that the other waits for, and what is left is zero, with no error.
@@ -141,7 +141,7 @@ def _refuse_torchs_ddp(parent: nn.Module, name: str, child: nn.Module | None) ->
             )
 
 
-register_module_module_registration_hook(_refuse_torchs_ddp)
+register_module_module_registration_hook(refuse_torchs_ddp)
 
 
 def _resolve(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> dist.ProcessGroup:

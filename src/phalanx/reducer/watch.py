@@ -23,12 +23,13 @@ LOOK_THROUGH_EVERY = 64  # steps: for what was put into a module's tables past `
 _registrations = [0]  # of parameters and submodules, in all modules of this process
 
 
-def _note_registration(*_: object) -> None:
+def note_registration(*_: object) -> None:
+    """Called by torch whenever a module gets a parameter or a part."""
     _registrations[0] += 1
 
 
-register_module_parameter_registration_hook(_note_registration)
-register_module_module_registration_hook(_note_registration)
+register_module_parameter_registration_hook(note_registration)
+register_module_module_registration_hook(note_registration)
 
 
 class ModuleWatch:
