@@ -350,12 +350,18 @@ def test_a_rank_that_leaves_while_others_are_in_backward(how: str, code: int, wo
                 model[0].weight.register_hook(lambda gradient: leave(how))
                 plain_loss(model, rank, 3).backward()
             leave(how)
-        with within(4), pytest.raises(PeerLostError) as caught:
+        # SystemExit out of a hook is first an error in backward, which rank 1 still tells its peers if it has the time.
+        errors = (PeerLostError, PeerFailedError) if (how, when) == ("exit", "middle") else (PeerLostError,)
+        with within(4), pytest.raises(errors) as caught:
             plain_loss(model, rank, 3).backward()
+        if isinstance(caught.value, PeerFailedError):
+            assert caught.value.failed_ranks == (1,)
+            with within(4), pytest.raises(PeerLostError) as caught:  # and then it is gone
+                plain_loss(model, rank, 4).backward()
         assert caught.value.lost_ranks == (1,)
         assert "rank 1" in str(caught.value)
         with within(1), pytest.raises(PhalanxError):  # nobody tries again on a broken group
-            plain_loss(model, rank, 4).backward()
+            plain_loss(model, rank, 5).backward()
 
     body(how, when)
 

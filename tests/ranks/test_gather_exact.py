@@ -162,8 +162,11 @@ def test_a_mistake_is_the_same_error_on_every_rank(backend: str) -> None:
 
 
 def _gone() -> None:
+    store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 1:
+        store.wait(["rank 0 has its group"])  # Gloo makes connections until then
         raise SystemExit(3)
+    store.set("rank 0 has its group", "")
     with pytest.raises(PeerLostError, match="rank 1"):
         px.gather_exact(torch.ones(2))
 
