@@ -17,11 +17,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -32,6 +28,7 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from _spread import paired_ratio, spread
+from _two_ranks import run_as_two_ranks
 from torch import nn
 from torch.nn import functional as F
 
@@ -153,18 +150,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
 
 
 def run(backend: str, num_rounds: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        out = f"{folder}/out.json"
-        common = ["--rounds", str(num_rounds), "--store", f"{folder}/store", "--out", out, "--backend", backend]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        ranks = [
-            subprocess.Popen([sys.executable, __file__, *common, "--rank", str(rank)], env=environment)
-            for rank in range(2)
-        ]
-        codes = [rank.wait() for rank in ranks]
-        if any(codes):
-            raise SystemExit(f"a rank ended with {codes}")
-        return dict(json.loads(Path(out).read_text()))
+    return run_as_two_ranks(__file__, ["--rounds", str(num_rounds), "--backend", backend])
 
 
 def judge(found: dict[str, Any]) -> dict[str, Any]:

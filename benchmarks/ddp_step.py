@@ -13,12 +13,8 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import random
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -29,6 +25,7 @@ import torch
 import torch.distributed as dist
 from _models import TASKS, Task
 from _spread import paired_ratio
+from _two_ranks import run_as_two_ranks
 from torch import nn
 
 import phalanx as px
@@ -152,18 +149,7 @@ def _shared_memory_group() -> dist.ProcessGroup | None:
 
 
 def run_model(model: str, allocator: str, num_rounds: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        out = f"{folder}/out.json"
-        common = ["--rounds", str(num_rounds), "--store", f"{folder}/store", "--out", out, "--rank-model", model]
-        environment = {**os.environ, **ALLOCATORS[allocator], "OMP_NUM_THREADS": "1"}
-        ranks = [
-            subprocess.Popen([sys.executable, __file__, *common, "--rank", str(rank)], env=environment)
-            for rank in range(2)
-        ]
-        codes = [rank.wait() for rank in ranks]
-        if any(codes):
-            raise SystemExit(f"a rank of {model} ended with {codes}")
-        return dict(json.loads(Path(out).read_text()))
+    return run_as_two_ranks(__file__, ["--rounds", str(num_rounds), "--rank-model", model], ALLOCATORS[allocator])
 
 
 def judge(found: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,6 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -31,20 +30,14 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from _alone import communicate_alone
 from _gpu_models import TASKS, GpuTask
 from _spread import ratio_of_medians, spread
 
 import phalanx as px
 from phalanx.api.replicate import replica_of
-from phalanx.reducer.reducer import Reducer
 
 TorchDDP = torch.nn.parallel.DistributedDataParallel
-
-
-def _communicate_alone(reducer: Reducer) -> None:
-    """Call the collectives although there is nobody else."""
-    reducer._carrier._reduces_alone = True
-    reducer.options = replace(reducer.options, reduce_alone=True)
 
 
 def _torch(module: nn.Module) -> nn.Module:
@@ -63,13 +56,13 @@ def _replicate(module: nn.Module) -> nn.Module:
     made = px.replicate(module)
     replica = replica_of(made)
     replica.buffers.alone_too = True
-    _communicate_alone(replica.reducer)
+    communicate_alone(replica.reducer)
     return made
 
 
 def _ddp(module: nn.Module) -> nn.Module:
     made = px.DistributedDataParallel(module, device_ids=[0], gradient_as_bucket_view=True)
-    _communicate_alone(made._engine)
+    communicate_alone(made._engine)
     return made
 
 

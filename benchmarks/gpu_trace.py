@@ -27,6 +27,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from _alone import communicate_alone
 from _gpu_models import TASKS as GPU_TASKS
 
 import phalanx as px
@@ -160,7 +161,7 @@ def take(rank: int, model: str, world_size: int, store: str, out: str) -> None:
         module, loss = _cpu_task()
     px.replicate(module, **({} if on_gpu else {"bucket_bytes": 4 << 20}))
     if world_size == 1:
-        replica_of(module).reducer._carrier._reduces_alone = True  # call the collectives, as with others
+        communicate_alone(replica_of(module).reducer)
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-4)
 
     def step() -> None:

@@ -18,37 +18,31 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from _alone import communicate_alone
 from _spread import ratio_of_medians, spread
 from torch import nn
 
 import phalanx as px
 from phalanx.api.replicate import replica_of
-from phalanx.reducer.reducer import Reducer
 
 TorchDDP = torch.nn.parallel.DistributedDataParallel
 WARM_UP = 8
 
 
-def _communicate_alone(reducer: Reducer) -> None:
-    reducer._carrier._reduces_alone = True
-    reducer.options = replace(reducer.options, reduce_alone=True)
-
-
 def _replicate(module: nn.Module) -> nn.Module:
     made = px.replicate(module)
-    _communicate_alone(replica_of(made).reducer)
+    communicate_alone(replica_of(made).reducer)
     return made
 
 
 def _ddp(module: nn.Module) -> nn.Module:
     made = px.DistributedDataParallel(module, gradient_as_bucket_view=True)
-    _communicate_alone(made._engine)
+    communicate_alone(made._engine)
     return made
 
 
