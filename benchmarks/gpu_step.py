@@ -4,8 +4,11 @@
 
 NCCL at world size 1: what is measured is the reducer's own cost, on the host and in copies, with the collectives called
 as in a larger world. (`replicate` alone would skip them; here it does not, as torch's DDP does not. The rows "skips" show
-what it really costs alone.) Variants take turns within a round, in random order; ratios are of the same round.
-Several NCCL ranks one GPU cannot show.
+what it really costs alone.) Variants take turns within a round, in random order; overheads are differences within a round.
+A turn is one step that is not timed, so that what the others have driven out of the caches comes back, and then some steps
+in a row, as in training, after which the device is waited for. The process stays on one core, the quietest there is: where
+a machine is shared, two cores may differ by more than what is measured (`--all-cores` lets it run anywhere). Several NCCL
+ranks one GPU cannot show.
 """
 
 from __future__ import annotations
@@ -30,13 +33,15 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from _alone import communicate_alone
 from _gpu_models import TASKS, GpuTask
+from _quiet import stay_on_the_quietest_core, use_all_cores
 from _spread import ratio_of_medians, spread
 
 import phalanx as px
 from phalanx.api.replicate import replica_of
 
+TURN_MS = 50.0
+SHARES = {"linears": 1.5, "small": 2.5}  # a step takes longer: more time for as many rounds
 TorchDDP = torch.nn.parallel.DistributedDataParallel
 
 
@@ -56,13 +61,14 @@ def _replicate(module: nn.Module) -> nn.Module:
     made = px.replicate(module)
     replica = replica_of(made)
     replica.buffers.alone_too = True
-    communicate_alone(replica.reducer)
+    replica.reducer.communicate_alone()
     return made
 
 
 def _ddp(module: nn.Module) -> nn.Module:
     made = px.DistributedDataParallel(module, device_ids=[0], gradient_as_bucket_view=True)
-    communicate_alone(made._engine)
+    made._engine.communicate_alone()
+    made._broadcasts_alone = True
     return made
 
 
@@ -108,7 +114,9 @@ def _peak_mib(name: str, variant: str) -> float:
     trainer.timed(5)
     torch.cuda.reset_peak_memory_stats()
     trainer.timed(2)
-    return (torch.cuda.max_memory_allocated() - held) / 2**20
+    peak = (torch.cuda.max_memory_allocated() - held) / 2**20
+    dist.destroy_process_group()
+    return peak
 
 
 def measure_memory(names: list[str]) -> dict[str, dict[str, float]]:
@@ -117,36 +125,59 @@ def measure_memory(names: list[str]) -> dict[str, dict[str, float]]:
         return {name: {variant: asked[name, variant].result() for variant in VARIANTS} for name in names}
 
 
+class Turns:
+    """Variants that take turns; what each took per step, by round."""
+
+    def __init__(self, trainers: dict[str, Trainer]) -> None:
+        self.trainers = trainers
+        self.times: dict[str, list[float]] = {variant: [] for variant in trainers}
+        one = statistics.median(trainers["bare"].timed(1) for _ in range(3))
+        self.num_steps = max(1, min(8, round(TURN_MS / one)))
+
+    def take(self) -> None:
+        """One round."""
+        for variant in random.sample(list(self.trainers), len(self.trainers)):
+            self.trainers[variant].timed(1)
+            self.times[variant].append(self.trainers[variant].timed(self.num_steps))
+        gc.collect()  # its pauses would be longer than what is measured
+
+    def drop(self, variant: str) -> None:
+        """Go on without it."""
+        del self.trainers[variant], self.times[variant]
+
+
 def measure(name: str, *, seconds: float) -> dict[str, Any]:
     task = TASKS[name]()
-    trainers = {variant: Trainer(task, wrap) for variant, wrap in VARIANTS.items()}
-    for trainer in trainers.values():
+    turns = Turns({variant: Trainer(task, wrap) for variant, wrap in VARIANTS.items()})
+    for trainer in turns.trainers.values():
         trainer.timed(6)
-    times: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
-    order = list(VARIANTS)
     gc.collect()
-    gc.disable()  # its pauses are longer than what is measured
+    gc.disable()
+    for _ in range(3):
+        turns.take()
+    medians = {variant: statistics.median(values) for variant, values in turns.times.items()}
+    best, worse = sorted(("torch", "torch plain"), key=lambda variant: medians[variant])
+    turns.drop(worse)
+    turns.times = {variant: [] for variant in turns.times}
     began, num_rounds = time.perf_counter(), 0
     while num_rounds < 3 or time.perf_counter() - began < seconds:
         num_rounds += 1
-        random.shuffle(order)
-        for variant in order:
-            times[variant].append(trainers[variant].timed(1))
-        if num_rounds % 20 == 0:
-            gc.collect()
+        turns.take()
     gc.enable()
-    best = min(("torch", "torch plain"), key=lambda variant: statistics.median(times[variant]))
+    times = turns.times
     result: dict[str, Any] = {
         "model": name,
         "about": task.about,
         "num_parameters": sum(1 for _ in task.make().parameters()),
         "best": best,
+        "other": {worse: medians[worse]},
         "rounds": num_rounds,
+        "steps per turn": turns.num_steps,
         "ms": {variant: vars(spread(values)) for variant, values in times.items()},
         "overhead": {},
     }
-    extra = {variant: [a - b for a, b in zip(times[variant], times["bare"], strict=True)] for variant in VARIANTS}
-    for variant in VARIANTS:
+    extra = {variant: [a - b for a, b in zip(times[variant], times["bare"], strict=True)] for variant in times}
+    for variant in times:
         result["overhead"][variant] = {
             "ms": vars(spread(extra[variant])),
             "of torch's": vars(ratio_of_medians(extra[variant], extra[best])),
@@ -155,14 +186,17 @@ def measure(name: str, *, seconds: float) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> None:
-    about = f"{result['about']}, {result['num_parameters']} parameters, {result['rounds']} rounds"
-    print(f"\n{about}; torch's best: {result['best']}")
+    turns = f"{result['rounds']} rounds of {result['steps per turn']} steps"
+    other = ", ".join(f"{variant} {value:.2f} ms" for variant, value in result["other"].items())
+    print(
+        f"\n{result['about']}, {result['num_parameters']} parameters, {turns}; torch's best: {result['best']} ({other})"
+    )
     for variant, value in result["ms"].items():
         extra, ratio = result["overhead"][variant]["ms"], result["overhead"][variant]["of torch's"]
         adds = f"{extra['median']:7.2f} [{extra['low']:.2f}, {extra['high']:.2f}]"
         line = f"  {variant:12} {value['median']:8.2f} ms  adds {adds}"
         if "peak MiB" in result:
-            line += f"  peak {result['peak MiB'][variant]:8.1f} MiB"
+            line += f"  peak {result['peak MiB'][variant]:8.2f} MiB"
         if variant not in ("bare", result["best"]):
             line += f"   {ratio['median']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}] of torch's"
         print(line)
@@ -180,22 +214,31 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--models", default=",".join(TASKS))
     parser.add_argument("--seconds", type=float, default=40.0, help="of measuring per model")
+    parser.add_argument("--all-cores", action="store_true", help="do not stay on the quietest core")
+    parser.add_argument("--without-memory", action="store_true", help="do not measure peak memory")
     parser.add_argument("--quick", action="store_true", help="few rounds: that it runs, not what it measures")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("this benchmark needs a GPU: nothing measured")
         return
     names = arguments.models.split(",")
-    peaks = {} if arguments.quick else measure_memory(names)
+    peaks = {} if arguments.quick or arguments.without_memory else measure_memory(names)
     _start(port=29577)
     results = []
     for name in names:
-        result = measure(name, seconds=1.0 if arguments.quick else arguments.seconds)
+        if not arguments.all_cores:
+            use_all_cores()
+            stay_on_the_quietest_core()
+        result = measure(name, seconds=1.0 if arguments.quick else arguments.seconds * SHARES.get(name, 1.0))
         results.append({**result, "peak MiB": peaks[name]} if peaks else result)
         show(results[-1])
         torch.cuda.empty_cache()
     if arguments.json:
-        about = {"device": torch.cuda.get_device_name(0), "torch": torch.__version__}
+        about = {
+            "device": torch.cuda.get_device_name(0),
+            "torch": torch.__version__,
+            "cores": "all" if arguments.all_cores else "the quietest",
+        }
         arguments.json.write_text(json.dumps({**about, "results": results}, indent=1))
     dist.destroy_process_group()
 

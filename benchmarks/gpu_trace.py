@@ -1,6 +1,6 @@
 """One training step under torch's profiler: what is reduced while backward still computes, and what the host waits for.
 
-    PYTHONPATH=src python benchmarks/gpu_trace.py [--model gpt2] [--svg FILE] [--json FILE] [--world-size 2]
+    PYTHONPATH=src python benchmarks/gpu_trace.py [--model gpt] [--svg FILE] [--json FILE] [--world-size 2]
 
 Alone (world size 1, NCCL) it shows the host: when each bucket is launched, and every call in which the host waits for the
 device. As two ranks on one GPU (Gloo) it shows the device too: a bucket's copies to and from the host beside backward's
@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,7 +28,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from _alone import communicate_alone
 from _gpu_models import TASKS as GPU_TASKS
 
 import phalanx as px
@@ -78,7 +78,7 @@ class Story:
         return [(bucket.begin - begin) / (end - begin) for bucket in self.buckets]
 
     def hidden(self) -> float | None:
-        """The share of the reductions' time on the device during which backward's kernels ran, too."""
+        """The share of the time of copies in other streams, which are reductions', during which kernels ran, too."""
         copies = [span for span in self.device if span.row != "kernels" and self._is_reduction(span)]
         kernels = [span for span in self.device if span.row == "kernels"]
         total = sum(span.end - span.begin for span in copies)
@@ -102,9 +102,9 @@ def _overlap(span: Span, others: Sequence[Span]) -> float:
 def read(trace: dict[str, Any], title: str) -> Story:
     """Make sense of a chrome trace that holds exactly one step."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-    named = {
-        event["name"]: event for event in events if event["name"] in PHASES and "stream" not in event.get("args", {})
-    }
+    spans = [event for event in events if event["name"] in PHASES and event.get("cat") == "user_annotation"]
+    # Torch marks backward by that name too, within ours.
+    named = {phase: max((e for e in spans if e["name"] == phase), key=lambda e: float(e["dur"])) for phase in PHASES}
     zero = min(float(named[phase]["ts"]) for phase in PHASES)
 
     def span(row: str, event: dict[str, Any]) -> Span:
@@ -119,13 +119,15 @@ def read(trace: dict[str, Any], title: str) -> Story:
         for event in of_host
         if str(event["name"]).startswith(("nccl:", "gloo:", "phalanx:"))  # by the backends, in whatever thread
     ]
+    of_device = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    streams = Counter(_stream(event) for event in of_device if event["cat"] == "kernel")
+    main = streams.most_common(1)[0][0] if streams else ""
     device = [
         span(
-            "kernels" if event["cat"] == "kernel" else f"copies {event.get('args', {}).get('stream', '')}".strip(),
+            "kernels" if event["cat"] == "kernel" or _stream(event) == main else f"copies {_stream(event)}",
             event,
         )
-        for event in events
-        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+        for event in of_device
     ]
     waits = [
         found
@@ -135,6 +137,10 @@ def read(trace: dict[str, Any], title: str) -> Story:
     ]
     phases = {phase: (s.begin, s.end) for phase in PHASES if (s := span("host", named[phase]))}
     return Story(title, phases, sorted(buckets, key=lambda b: b.begin), reductions, device, waits)
+
+
+def _stream(event: dict[str, Any]) -> str:
+    return str(event.get("args", {}).get("stream", ""))
 
 
 # -- taking the trace --------------------------------------------------------------------------------------------------
@@ -161,7 +167,7 @@ def take(rank: int, model: str, world_size: int, store: str, out: str) -> None:
         module, loss = _cpu_task()
     px.replicate(module, **({} if on_gpu else {"bucket_bytes": 4 << 20}))
     if world_size == 1:
-        communicate_alone(replica_of(module).reducer)
+        replica_of(module).reducer.communicate_alone()
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-4)
 
     def step() -> None:
@@ -231,12 +237,12 @@ def draw(story: Story) -> str:
     for number, (name, spans) in enumerate(rows):
         y = 26 + ROW * number
         parts.append(f'<text x="8" y="{y + 15}">{_text(name)}{"" if spans else ": none"}</text>')
-        for span in spans:
+        for span in spans if name == "host" else _merged(spans, gap=1.0 / scale):
             x, width = LEFT + span.begin * scale, max((span.end - span.begin) * scale, 0.6)
             colour = COLOURS.get(name, "#8a6fb0")
             parts.append(
                 f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{ROW - 6}" fill="{colour}">'
-                f"<title>{_text(span.name)}: {span.begin:.2f} to {span.end:.2f} ms</title></rect>"
+                f"<title>{_text(span.name[:90])}: {span.begin:.2f} to {span.end:.2f} ms</title></rect>"
             )
             if name == "host" and width > 40:
                 parts.append(f'<text x="{x + 4:.1f}" y="{y + 14}" fill="white">{_text(span.name)}</text>')
@@ -246,13 +252,25 @@ def draw(story: Story) -> str:
     return "\n".join([*parts, "</svg>\n"])
 
 
+def _merged(spans: Sequence[Span], *, gap: float) -> list[Span]:
+    """Spans that are too near to each other to be told apart, as one."""
+    merged: list[Span] = []
+    for span in sorted(spans, key=lambda span: span.begin):
+        if merged and span.begin - merged[-1].end < gap and merged[-1].row != "buckets":
+            last = merged[-1]
+            merged[-1] = Span(last.row, last.name, last.begin, max(last.end, span.end))
+        else:
+            merged.append(span)
+    return merged
+
+
 def _text(text: str) -> str:
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="gpt2", choices=list(GPU_TASKS))
+    parser.add_argument("--model", default="gpt", choices=list(GPU_TASKS))
     parser.add_argument("--world-size", type=int, default=1, choices=[1, 2])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--svg", type=Path)

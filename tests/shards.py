@@ -3,11 +3,13 @@
     python tests/shards.py [pytest's options]
 
 What leaves something behind on purpose for all to see comes first, alone. The first half's output is shown as it comes,
-the second's when it is over. Exits with a failure if any of them failed.
+the second's when it is over. Then those that are for a GPU, on the CPU: to find mistakes in them where there is none. Exits
+with a failure if any of them failed.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -16,9 +18,10 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
 RANKS = sorted(TESTS.glob("ranks/test_*.py"))
+MOVED = ("test_ddp_hooks.py", "test_ddp_parity.py")  # so that both take about the same time
 IN_FIRST = [
-    file for file in RANKS if file.name.startswith(("test_ddp_", "test_compile_autograd"))
-]  # about half the time
+    file for file in RANKS if file.name.startswith(("test_ddp_", "test_compile_autograd")) and file.name not in MOVED
+]
 HALVES = (
     [TESTS / "unit", TESTS / "faults", TESTS / "parity", TESTS / "ranks" / "shm", *IN_FIRST],
     [file for file in RANKS if file not in IN_FIRST],
@@ -41,8 +44,13 @@ def main(options: list[str]) -> int:
             second.terminate()
         output.seek(0)
         print(output.read())
-    print(f"both halves took {time.monotonic() - began:.0f} s")
-    return alone or first or second.returncode
+    print(f"both halves took {time.monotonic() - began:.0f} s", flush=True)
+    third = 0
+    if not options:
+        on_cpu = {**os.environ, "GPU_TESTS_DEVICE": "cpu"}
+        third = subprocess.call([sys.executable, str(TESTS / "gpu" / "run_all.py"), "--beside", "2"], env=on_cpu)
+        print(f"with those for a GPU, on the CPU, {time.monotonic() - began:.0f} s")
+    return alone or first or second.returncode or third
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ there is no GPU. It shows nothing about streams.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import tempfile
@@ -161,6 +162,9 @@ def _rank(rank: int, world_size: int, backend: str, file: str, checks: Sequence[
         # Together into the next, whoever has failed: through the store, as the group may be of no use any more.
         store.set(f"{number}/{rank}", said)
         store.wait([f"{number}/{other}" for other in range(world_size)], timedelta(seconds=TIMEOUT_S))
+    # A group ends its threads when nobody holds it any more, and models do: one that lets go of a tensor while the
+    # interpreter ends aborts the process.
+    gc.collect()
     with contextlib.suppress(RuntimeError):
         dist.destroy_process_group()
     if failed:

@@ -5,23 +5,21 @@ Runs with torch alone, where there is no pytest: ``PYTHONPATH=src python tests/g
 
 from __future__ import annotations
 
-import tempfile
+import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.utils.data import DataLoader
 from torch.utils.data import DistributedSampler as TorchSampler
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.gpu.device_ranks import ALONE, DEVICE, ON_GPU, gpu, main, run_checks
+
 import phalanx as px
 
-try:
-    import pytest
-
-    pytestmark = pytest.mark.gpu
-except ImportError:  # the GPU machine has torch and nothing else
-    pytest = None  # type: ignore[assignment]
-
+pytestmark = gpu
 LENGTH = 37
 
 
@@ -32,53 +30,55 @@ def _evaluate(pad: bool, shuffle: bool, dst: int | None) -> None:
     if pad:
         theirs: TorchSampler[int] = TorchSampler(range(LENGTH), shuffle=shuffle)  # type: ignore[arg-type]
         assert seen.tolist() == list(theirs)
-    mine = {"score": seen.cuda().double().sqrt()[:, None], "label": (seen % 3).cuda().to(torch.int8), "host": seen}
+    mine = {
+        "score": seen.to(DEVICE).double().sqrt()[:, None],
+        "label": (seen % 3).to(DEVICE).to(torch.int8),
+        "host": seen,
+    }
     result = px.gather_exact(mine, sampler=sampler if pad or shuffle else None, dst=dst)
     if dst not in (None, dist.get_rank()):
         assert result is None
         return
     whole = torch.arange(LENGTH)
     assert torch.equal(result["host"], whole)
-    assert torch.equal(result["label"], (whole % 3).cuda().to(torch.int8))
-    assert torch.equal(result["score"], whole.cuda().double().sqrt()[:, None])
+    assert torch.equal(result["label"], (whole % 3).to(DEVICE).to(torch.int8))
+    assert torch.equal(result["score"], whole.to(DEVICE).double().sqrt()[:, None])
 
 
-def _rank(rank: int, world_size: int, backend: str, file: str) -> None:
-    torch.cuda.set_device(0)
-    dist.init_process_group(backend, init_method=f"file://{file}", rank=rank, world_size=world_size)
+def check_gathered() -> None:
     for dst in (None, 0):
         _evaluate(pad=False, shuffle=False, dst=dst)
         _evaluate(pad=True, shuffle=True, dst=dst)
-    blind = torch.empty(0) if rank else torch.ones(3, 2, device="cuda")
+    blind = torch.empty(0) if dist.get_rank() else torch.ones(3, 2, device=DEVICE)
     assert px.gather_exact(blind).shape == (3, 2)
-    if world_size > 1:
-        told = ""
-        try:
-            px.gather_exact(torch.ones(1, device="cuda" if rank else "cpu"))
-        except ValueError as error:
-            told = str(error)
-        assert "cpu tensor" in told and "cuda tensor" in told
-    dist.destroy_process_group()
 
 
-def _run(backend: str, world_size: int) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, (world_size, backend, f"{folder}/store"), nprocs=world_size)  # type: ignore[no-untyped-call]
+def check_different_devices_are_told() -> None:
+    if not ON_GPU or dist.get_world_size() == 1:
+        return
+    told = ""
+    try:
+        px.gather_exact(torch.ones(1, device=DEVICE if dist.get_rank() else "cpu"))
+    except ValueError as error:
+        told = str(error)
+    assert "cpu tensor" in told and "cuda tensor" in told
 
 
-def test_nccl_alone() -> None:
-    _run("nccl", 1)
+CHECKS = [check_gathered, check_different_devices_are_told]
 
 
-def test_gloo() -> None:
-    _run("gloo", 2)
+def test_alone_on_nccl() -> None:
+    run_checks(CHECKS, world_size=1, backend=ALONE)
 
 
-def test_phalanx_alone() -> None:
-    _run("phalanx", 1)  # two ranks on one GPU are more than NCCL takes, to which this group hands CUDA tensors
+def test_two_ranks_on_gloo() -> None:
+    run_checks(CHECKS, world_size=2, backend="gloo")
+
+
+def test_alone_on_phalanx() -> None:
+    """Two ranks on one GPU are more than NCCL takes, to which this group hands CUDA tensors."""
+    run_checks(CHECKS, world_size=1, backend="phalanx")
 
 
 if __name__ == "__main__":
-    for test in (test_nccl_alone, test_gloo, test_phalanx_alone):
-        test()
-        print(f"{test.__name__}: passed", flush=True)
+    main(test_alone_on_nccl, test_two_ranks_on_gloo, test_alone_on_phalanx)

@@ -203,8 +203,8 @@ def check_freezing() -> None:
 
 def check_the_roll_is_formed_and_comes_back() -> None:
     rank = dist.get_rank()
-    # In small buckets: within a run, which ends with its bucket, the order is of no account.
-    for name in ("replicate, small buckets", "ddp, views"):
+    # In one run: the order of runs is of no account, nor that within one, as long as its last comes last.
+    for name in ("replicate", "ddp"):
         module = Layers().to(DEVICE)
         model = OURS[name](module)
         reducer = replica_of(module).reducer if name.startswith("replicate") else model._engine

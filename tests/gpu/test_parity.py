@@ -6,31 +6,27 @@ Runs with torch alone, where there is no pytest: ``PYTHONPATH=src python tests/g
 from __future__ import annotations
 
 import copy
-import tempfile
-import traceback
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.gpu.device_ranks import ALONE, DEVICE, DEVICE_IDS, autocast, gpu, main, run_checks, torch_ddp
 
 import phalanx as px
 
-try:
-    import pytest
-
-    pytestmark = pytest.mark.gpu
-except ImportError:  # the GPU machine has torch and nothing else
-    pytest = None  # type: ignore[assignment]
-
-TorchDDP = torch.nn.parallel.DistributedDataParallel
+pytestmark = gpu
 Wrap = Callable[[nn.Module], nn.Module]
 WRAPS: dict[str, Wrap] = {
     "replicate": lambda module: px.replicate(module),
-    "ddp": lambda module: px.DistributedDataParallel(module, device_ids=[0]),
-    "ddp_view": lambda module: px.DistributedDataParallel(module, device_ids=[0], gradient_as_bucket_view=True),
-    "ddp_static": lambda module: px.DistributedDataParallel(module, device_ids=[0], static_graph=True),
+    "ddp": lambda module: px.DistributedDataParallel(module, device_ids=DEVICE_IDS),
+    "ddp_view": lambda module: px.DistributedDataParallel(module, device_ids=DEVICE_IDS, gradient_as_bucket_view=True),
+    "ddp_static": lambda module: px.DistributedDataParallel(module, device_ids=DEVICE_IDS, static_graph=True),
 }
 
 
@@ -52,12 +48,12 @@ class Branches(nn.Module):
 
 def train(wrapped: nn.Module, module: nn.Module, *, amp: bool, branch: bool) -> None:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    scaler = torch.amp.GradScaler("cuda", enabled=amp)
+    scaler = torch.amp.GradScaler(DEVICE, enabled=amp)
     rank = dist.get_rank()
     for step in range(8):
-        images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(10 * step + rank)).cuda()
+        images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(10 * step + rank)).to(DEVICE)
         optimizer.zero_grad(set_to_none=step % 3 != 0)
-        with torch.autocast("cuda", torch.float16, enabled=amp):
+        with autocast(torch.float16, enabled=amp):
             loss = wrapped(images, use_extra=not branch or (step + rank) % 2 == 0).square().mean()
         scaler.scale(loss).backward()
         scaler.step(optimizer)
@@ -66,66 +62,50 @@ def train(wrapped: nn.Module, module: nn.Module, *, amp: bool, branch: bool) -> 
 
 def compare(wrap: str, *, amp: bool, branch: bool) -> None:
     torch.manual_seed(0)
-    theirs = Branches().cuda()
+    theirs = Branches().to(DEVICE)
     ours = copy.deepcopy(theirs)
     unused = {"find_unused_parameters": True} if branch else {}
-    train(TorchDDP(theirs, device_ids=[0], **unused), theirs, amp=amp, branch=branch)
+    train(torch_ddp(theirs, **unused), theirs, amp=amp, branch=branch)
     train(WRAPS[wrap](ours), ours, amp=amp, branch=branch)
     for (name, mine), reference in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(mine, reference, msg=lambda text, name=name: f"{wrap} {name}: {text}")
 
 
-def _rank(rank: int, world_size: int, backend: str, store: str) -> None:
-    torch.cuda.set_device(0)
-    torch.backends.cudnn.deterministic = True
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size)
+def check_each_face_and_amp() -> None:
     for wrap in WRAPS:
         for amp in (False, True):
             compare(wrap, amp=amp, branch=False)
+
+
+def check_a_branch_that_is_not_always_used() -> None:
     compare("replicate", amp=False, branch=True)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
-def _run(world_size: int, backend: str) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(_rank, (world_size, backend, f"{folder}/store"), nprocs=world_size, start_method="spawn")
-
-
-def test_alone_on_nccl() -> None:
-    _run(1, "nccl")
-
-
-def test_two_ranks_on_gloo() -> None:
-    _run(2, "gloo")
-
-
-def _routed(rank: int, store: str) -> None:
-    torch.cuda.set_device(0)
-    dist.init_process_group("phalanx", init_method=f"file://{store}", rank=rank, world_size=1)
-    total = torch.ones(4, device="cuda")
+def check_the_phalanx_group() -> None:
+    """It hands tensors on a GPU to NCCL."""
+    total = torch.ones(4, device=DEVICE)
     dist.all_reduce(total)
     assert total.sum().item() == 4
     gathered: list[object] = [None]
-    dist.all_gather_object(gathered, {"rank": rank})
+    dist.all_gather_object(gathered, {"rank": dist.get_rank()})
     assert gathered == [{"rank": 0}]
     compare("replicate", amp=False, branch=False)
-    dist.destroy_process_group()
+
+
+CHECKS = [check_each_face_and_amp, check_a_branch_that_is_not_always_used]
+
+
+def test_alone_on_nccl() -> None:
+    run_checks(CHECKS, world_size=1, backend=ALONE)
+
+
+def test_two_ranks_on_gloo() -> None:
+    run_checks(CHECKS, world_size=2, backend="gloo")
 
 
 def test_the_phalanx_group_hands_cuda_to_nccl() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(_routed, (f"{folder}/store",), nprocs=1, start_method="spawn")
+    run_checks([check_the_phalanx_group], world_size=1, backend="phalanx")
 
 
 if __name__ == "__main__":
-    failed = 0
-    for test in (test_alone_on_nccl, test_two_ranks_on_gloo, test_the_phalanx_group_hands_cuda_to_nccl):
-        try:
-            test()
-            print("passed", test.__name__, flush=True)
-        except Exception:
-            failed += 1
-            print("FAILED", test.__name__, flush=True)
-            traceback.print_exc()
-    raise SystemExit(failed)
+    main(test_alone_on_nccl, test_two_ranks_on_gloo, test_the_phalanx_group_hands_cuda_to_nccl)

@@ -6,26 +6,23 @@ Runs with torch alone, where there is no pytest: ``PYTHONPATH=src python tests/g
 from __future__ import annotations
 
 import copy
-import tempfile
-import traceback
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.func import functional_call
 from torch.nn.parallel.distributed import _MixedPrecision
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.gpu.device_ranks import ALONE, DEVICE, DEVICE_IDS, ON_GPU, gpu, main, run_checks
+
 import phalanx as px
 
-try:
-    import pytest
-
-    pytestmark = pytest.mark.gpu
-except ImportError:  # the GPU machine has torch and nothing else
-    pytest = None  # type: ignore[assignment]
-
+pytestmark = gpu
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
@@ -52,7 +49,7 @@ class Recurrent(nn.Module):
 
 
 def batch(rank: int, step: int) -> torch.Tensor:
-    return torch.randn(12, 16, generator=torch.Generator().manual_seed(10 * step + rank)).cuda()
+    return torch.randn(12, 16, generator=torch.Generator().manual_seed(10 * step + rank)).to(DEVICE)
 
 
 def by_hand(module: nn.Module, step: int, dtype: torch.dtype, wire: torch.dtype) -> list[torch.Tensor]:
@@ -71,21 +68,21 @@ def by_hand(module: nn.Module, step: int, dtype: torch.dtype, wire: torch.dtype)
 def check_precision() -> None:
     rank = dist.get_rank()
     for make in (Net, Recurrent):
-        for dtype in (BF16, FP16):
+        for dtype in (BF16, FP16) if ON_GPU else (BF16,):
             policy = px.Precision(param_dtype=dtype, reduce_dtype=dtype)
             config = _MixedPrecision(param_dtype=dtype, reduce_dtype=dtype)
             wraps: list[Callable[[nn.Module], nn.Module]] = [
                 lambda module, policy=policy: px.replicate(module, precision=policy),
                 lambda module, config=config: px.DistributedDataParallel(
-                    module, device_ids=[0], mixed_precision=config, gradient_as_bucket_view=True
+                    module, device_ids=DEVICE_IDS, mixed_precision=config, gradient_as_bucket_view=True
                 ),
                 lambda module, config=config: px.DistributedDataParallel(
-                    module, device_ids=[0], mixed_precision=config, static_graph=True
+                    module, device_ids=DEVICE_IDS, mixed_precision=config, static_graph=True
                 ),
             ]
             for wrap in wraps:
                 torch.manual_seed(0)
-                module = make().cuda()
+                module = make().to(DEVICE)
                 reference = copy.deepcopy(module)
                 model = wrap(module)
                 for step in range(4):
@@ -104,10 +101,10 @@ def check_precision() -> None:
 
 def check_kept_full() -> None:
     policy = px.Precision(param_dtype=BF16, buffer_dtype=BF16, output_dtype=torch.float32, keep_full=px.NORM_LAYERS)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3)).cuda()
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3)).to(DEVICE)
     model = px.replicate(model.to(memory_format=torch.channels_last), precision=policy)
     for _ in range(3):
-        out = model(torch.randn(4, 3, 8, 8, device="cuda").to(memory_format=torch.channels_last))
+        out = model(torch.randn(4, 3, 8, 8, device=DEVICE).to(memory_format=torch.channels_last))
         assert out.dtype is torch.float32
         out.square().mean().backward()
     assert {value.dtype for value in model.state_dict().values()} == {torch.float32, torch.int64}
@@ -120,8 +117,8 @@ def check_in_backward() -> None:
         results = []
         for way in ("by hand", "replicate", "ddp", "fused"):
             torch.manual_seed(0)
-            module = Net().cuda()
-            model = px.DistributedDataParallel(module, device_ids=[0]) if way in ("ddp", "fused") else module
+            module = Net().to(DEVICE)
+            model = px.DistributedDataParallel(module, device_ids=DEVICE_IDS) if way in ("ddp", "fused") else module
             if way in ("by hand", "replicate"):
                 px.replicate(module)
             if way == "fused":
@@ -139,38 +136,16 @@ def check_in_backward() -> None:
             assert all(torch.equal(mine, wanted) for mine, wanted in zip(other, results[0], strict=True))
 
 
-def _rank(rank: int, world_size: int, backend: str, store: str) -> None:
-    torch.cuda.set_device(0)
-    torch.backends.cuda.matmul.allow_tf32 = False
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size)
-    check_precision()
-    check_kept_full()
-    check_in_backward()
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _run(world_size: int, backend: str) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(_rank, (world_size, backend, f"{folder}/store"), nprocs=world_size, start_method="spawn")
+CHECKS = [check_precision, check_kept_full, check_in_backward]
 
 
 def test_alone_on_nccl() -> None:
-    _run(1, "nccl")
+    run_checks(CHECKS, world_size=1, backend=ALONE)
 
 
 def test_two_ranks_on_gloo() -> None:
-    _run(2, "gloo")
+    run_checks(CHECKS, world_size=2, backend="gloo")
 
 
 if __name__ == "__main__":
-    failed = 0
-    for test in (test_alone_on_nccl, test_two_ranks_on_gloo):
-        try:
-            test()
-            print("passed", test.__name__, flush=True)
-        except Exception:
-            failed += 1
-            print("FAILED", test.__name__, flush=True)
-            traceback.print_exc()
-    raise SystemExit(failed)
+    main(test_alone_on_nccl, test_two_ranks_on_gloo)

@@ -38,8 +38,11 @@ class RemoteTable(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(6)
         self.table = nn.Linear(DIM, DIM)
+        # Not by a seed of the process: both trainers' tables are made at the same time, in threads of this worker.
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.linspace(-0.5, 0.5, parameter.numel()).view_as(parameter))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(self.table(x))
@@ -63,10 +66,12 @@ class Head(nn.Module):
         return self.last(torch.tanh(self.second(torch.tanh(self.first(x)))))
 
 
-def averages_of(module: nn.Module, step: int) -> dict[str, torch.Tensor]:
-    """What all trainers' gradients are on average, computed here, by plain autograd."""
+def averages_of(module: nn.Module, hidden: torch.Tensor, group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
+    """What all trainers' gradients are on average, computed here, by plain autograd, from what each gives the module."""
     parameters = dict(module.named_parameters())
-    losses = [module(data(rank, step, 5, DIM).to(DEVICE)).square().mean() for rank in range(TRAINERS)]
+    inputs = [torch.empty_like(hidden) for _ in range(TRAINERS)]
+    dist.all_gather(inputs, hidden.detach(), group=group)
+    losses = [module(one.to(DEVICE)).square().mean() for one in inputs]
     found = torch.autograd.grad(torch.stack(losses).mean(), list(parameters.values()))
     return dict(zip(parameters, found, strict=True))
 
@@ -82,19 +87,18 @@ def train(cls: type[nn.Module], group: dist.ProcessGroup, *, remote: bool) -> di
     result: dict[str, torch.Tensor] = {}
     for step in range(8):
         x = data(rank, step, 5, DIM).cpu()
-        averages = {} if remote else averages_of(module, step)
         with dist_autograd.context() as context:
             hidden = table.rpc_sync().forward(x) if remote else x
+            averages = averages_of(module, hidden, group)
             loss = model(hidden.to(DEVICE)).square().mean()
             dist_autograd.backward(context, [loss])
             found = dist_autograd.get_gradients(context)
             for name, parameter in module.named_parameters():
                 result[f"gradient of {name} in step {step}"] = found[parameter].detach().clone()
-                if averages:
-                    where = f"{cls.__module__}'s gradient of {name} in step {step}"
-                    torch.testing.assert_close(
-                        found[parameter], averages[name], msg=lambda text, where=where: f"{where}: {text}", **CLOSE
-                    )
+                where = f"{cls.__module__}'s gradient of {name} in step {step}"
+                torch.testing.assert_close(
+                    found[parameter], averages[name], msg=lambda text, where=where: f"{where}: {text}", **CLOSE
+                )
             optimizer.step(context)
     result |= {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
     if remote:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,21 +46,15 @@ WIDTH = (
 REPEATS = 30 if ON_GPU else 12
 
 
-def communicating(reducer: Reducer) -> None:
-    """Call the collectives although there is nobody else."""
-    reducer._carrier._reduces_alone = True
-    reducer.options = replace(reducer.options, reduce_alone=True)
-
-
 def replicated(module: nn.Module, **options: Any) -> nn.Module:
     model = px.replicate(module, **options)
-    communicating(replica_of(model).reducer)
+    replica_of(model).reducer.communicate_alone()
     return model
 
 
 def ddp(module: nn.Module, **options: Any) -> px.DistributedDataParallel:
     model = px.DistributedDataParallel(module, device_ids=DEVICE_IDS, **options)
-    communicating(model._engine)
+    model._engine.communicate_alone()
     return model
 
 
@@ -241,6 +234,12 @@ def check_no_host_wait_in_a_steady_step() -> None:
         assert reducer_of(model).arrivals.roll is not None, f"{which}: no roll after six alike steps"
         with no_host_waits():
             for batch in batches[6:]:
+                step_on(batch)
+        module.eval()  # which a rank of `replicate` tells the others, in every step
+        for batch in batches[:2]:
+            step_on(batch)
+        with no_host_waits():
+            for batch in batches[2:6]:
                 step_on(batch)
         if not ON_GPU:
             continue

@@ -5,28 +5,26 @@ Runs with torch alone, where there is no pytest: ``PYTHONPATH=src python tests/g
 
 from __future__ import annotations
 
-import tempfile
+import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.gpu.device_ranks import DEVICE, ON_GPU, autocast, gpu, main, run_checks, torch_ddp
 
 import phalanx as px
 
-try:
-    import pytest
-
-    pytestmark = pytest.mark.gpu
-except ImportError:  # the GPU machine has torch and nothing else
-    pytest = None  # type: ignore[assignment]
-
+pytestmark = gpu
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
 def _batch(rank: int, size: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     made = torch.Generator().manual_seed(rank)
-    return (torch.randn(size, *shape, generator=made, dtype=torch.float64) * (rank + 1) + 2 * rank).to(dtype).cuda()
+    return (torch.randn(size, *shape, generator=made, dtype=torch.float64) * (rank + 1) + 2 * rank).to(dtype).to(DEVICE)
 
 
 def compare(
@@ -40,8 +38,8 @@ def compare(
 ) -> None:
     """Against a float64 reference, so that its own rounding does not count."""
     rank = dist.get_rank()
-    layer = px.SyncBatchNorm(shape[0], device="cuda", dtype=state or dtype, **options)
-    reference = nn.BatchNorm1d(shape[0], device="cuda", dtype=torch.float64, **options)
+    layer = px.SyncBatchNorm(shape[0], device=DEVICE, dtype=state or dtype, **options)
+    reference = nn.BatchNorm1d(shape[0], device=DEVICE, dtype=torch.float64, **options)
     inputs = [_batch(r, n, shape, dtype) for r, n in enumerate(sizes)]
     weights = [_batch(10 + r, n, shape, dtype) / 10 for r, n in enumerate(sizes)]
     for _ in range(2):
@@ -74,9 +72,7 @@ def _error_of(layer: nn.Module, input: torch.Tensor) -> str:
     return "none"
 
 
-def _rank(rank: int, store: str) -> None:
-    torch.cuda.set_device(0)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def check_shapes_and_dtypes() -> None:
     for dtype in (torch.float64, torch.float32):
         for shape in ((3,), (3, 5), (3, 4, 4), (3, 2, 4, 4)):
             compare([4, 7], shape, dtype)
@@ -85,28 +81,44 @@ def _rank(rank: int, store: str) -> None:
         compare([4, 4], (3, 4, 4), dtype, state=torch.float32)
         compare([4, 4], (3, 4, 4), dtype)
         compare([4, 4], (3, 4, 4), dtype, state=torch.float32, memory_format=torch.channels_last)
+
+
+def check_unequal_batches_and_options() -> None:
     for sizes in ([1, 1], [0, 4], [4, 0]):
         compare(sizes, (3, 4), torch.float32)
     compare([3, 3], (3, 4), torch.float32, affine=False)
     compare([3, 3], (3, 4), torch.float32, track_running_stats=False)
     compare([3, 3], (3, 4), torch.float16, state=torch.float32, track_running_stats=False)
     compare([3, 3], (3, 4), torch.float32, momentum=None)
-    layer = px.SyncBatchNorm(3, device="cuda")
-    with torch.autocast("cuda", torch.float16):
-        assert layer(torch.randn(4, 3, 4, device="cuda").half()).dtype == torch.float16
-    assert "expected an input of 3 channels" in _error_of(layer, torch.randn(4, 2 + rank, device="cuda"))
-    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 2)).cuda()
-    torch_ddp = nn.parallel.DistributedDataParallel(px.SyncBatchNorm.convert_sync_batchnorm(model), device_ids=[0])
-    torch_ddp(torch.randn(3, 2, 4, 4, device="cuda")).sum().backward()
-    dist.barrier()
-    dist.destroy_process_group()
+
+
+def check_autocast_and_a_mistake() -> None:
+    layer = px.SyncBatchNorm(3, device=DEVICE)
+    with autocast(torch.float16):
+        assert layer(torch.randn(4, 3, 4, device=DEVICE).half()).dtype == torch.float16
+    wrong = torch.randn(4, 2 + dist.get_rank(), device=DEVICE)
+    assert "expected an input of 3 channels" in _error_of(layer, wrong)
+
+
+def check_in_torchs_ddp() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 2)).to(DEVICE)
+    model = px.SyncBatchNorm.convert_sync_batchnorm(model)
+    if not ON_GPU:  # torch's refuses any such layer there
+        return
+    torch_ddp(model)(torch.randn(3, 2, 4, 4, device=DEVICE)).sum().backward()
+
+
+CHECKS = [
+    check_shapes_and_dtypes,
+    check_unequal_batches_and_options,
+    check_autocast_and_a_mistake,
+    check_in_torchs_ddp,
+]
 
 
 def test_two_ranks_on_gloo() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(_rank, (f"{folder}/store",), nprocs=2, start_method="spawn")
+    run_checks(CHECKS, world_size=2, backend="gloo")
 
 
 if __name__ == "__main__":
-    test_two_ranks_on_gloo()
-    print("passed test_two_ranks_on_gloo", flush=True)
+    main(test_two_ranks_on_gloo)

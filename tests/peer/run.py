@@ -1,8 +1,9 @@
 """`make peer`: torch's own distributed tests, on our class and on our process group, against what torch itself scores.
 
-    python tests/peer/run.py                  all suites
-    python tests/peer/run.py ddp2 …           some of them
-    python tests/peer/run.py ddp2 --test T …  some tests of one
+    python tests/peer/run.py                          all suites, but the one that needs a GPU
+    python tests/peer/run.py ddp2 …                   some of them
+    python tests/peer/run.py ddp2 --test T …          some tests of one
+    python tests/peer/run.py ddp_gpu2 --beside 7      on a GPU; wants torch, and `expecttest` on the path
 
 A suite fails when a test that passes with torch's own class (or on Gloo) does not pass with ours, unless `DIFFERENT` says
 why; and when a test named there passes after all, so that the list stays true.
@@ -39,6 +40,7 @@ class Suite:
     only: tuple[str, ...] = ("",)
     without: tuple[str, ...] = ()
     driver: str = "torch_tests.py"
+    needs_gpu: bool = False
 
     def names(self) -> list[str]:
         listed = (HERE / self.tests).read_text().split()
@@ -55,6 +57,12 @@ class Suite:
 def _ddp(world_size: int) -> Suite:
     environment = {"SWAP": "phalanx", "WORLD_SIZE": str(world_size)}
     return Suite("ddp_tests.txt", f"ddp_world{world_size}.json", environment)
+
+
+def _ddp_on_gpu() -> Suite:
+    """Two ranks on one GPU, over Gloo; what torch's own class scores there was taken on an H200, with torch 2.11."""
+    environment = {"SWAP": "phalanx", "WORLD_SIZE": "2", "DEVICE": "cuda:0"}
+    return Suite("ddp_tests.txt", "ddp_gpu_world2.json", environment, needs_gpu=True)
 
 
 def _collectives(world_size: int) -> Suite:
@@ -95,6 +103,7 @@ SUITES = {
     "sampling3": _sampling(3),
     "sampling4": _sampling(4),
     "rpc": _rpc(),
+    "ddp_gpu2": _ddp_on_gpu(),
 }
 
 # Tests that pass with torch's own and not with ours, each with the reason (docs/parity.md says more). `run` takes the
@@ -141,6 +150,28 @@ def outcomes(names: list[str], environment: dict[str, str], driver: str) -> Iter
             yield {"test": current, "seconds": 0.0, **ended}
 
 
+def side_by_side(names: list[str], suite: Suite, number: int) -> Iterator[dict[str, Any]]:
+    """As `outcomes`, by so many processes at a time."""
+    records: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+
+    def work(part: list[str]) -> None:
+        try:
+            for record in outcomes(part, suite.environment, suite.driver):
+                records.put(record)
+        finally:
+            records.put(None)
+
+    for place in range(number):
+        threading.Thread(target=work, args=(names[place::number],), daemon=True).start()
+    at_work = number
+    while at_work:
+        record = records.get()
+        if record is None:
+            at_work -= 1
+        else:
+            yield record
+
+
 def _forward_lines(stream: Any, said: queue.SimpleQueue[str]) -> None:
     for line in stream:
         said.put(line)
@@ -156,14 +187,14 @@ def _parsed(line: str) -> dict[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
-def run(title: str, suite: Suite, chosen: list[str]) -> list[str]:
+def run(title: str, suite: Suite, chosen: list[str], beside: int) -> list[str]:
     """Run a suite, print what did not pass, and return the names that break the promise."""
     began = time.monotonic()
     names = chosen or suite.names()
     must = suite.must_pass()
     count: Counter[str] = Counter()
     broken = []
-    for record in outcomes(names, suite.environment, suite.driver):
+    for record in side_by_side(names, suite, beside):
         name, outcome = record["test"], record["outcome"]
         count[outcome] += 1
         passed = outcome == "passed"
@@ -186,13 +217,15 @@ def run(title: str, suite: Suite, chosen: list[str]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("suites", nargs="*", help=f"of {', '.join(SUITES)}; all by default")
+    parser.add_argument("suites", nargs="*", help=f"of {', '.join(SUITES)}; by default all that need no GPU")
     parser.add_argument("--test", action="append", default=[], help="only this test; may be given several times")
+    parser.add_argument("--beside", type=int, default=1, help="how many tests run side by side")
     arguments = parser.parse_args()
     unknown = [title for title in arguments.suites if title not in SUITES]
     if unknown:
         parser.error(f"no suite {', '.join(unknown)}; there are {', '.join(SUITES)}")
-    broken = {title: run(title, SUITES[title], arguments.test) for title in arguments.suites or SUITES}
+    titles = arguments.suites or [title for title, suite in SUITES.items() if not suite.needs_gpu]
+    broken = {title: run(title, SUITES[title], arguments.test, arguments.beside) for title in titles}
     for title, names in broken.items():
         for name in names:
             print(f"{title}: lost {name}")

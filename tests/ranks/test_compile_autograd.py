@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ from torch._dynamo.utils import counters
 
 import phalanx as px
 from phalanx import events
+from phalanx.api.replicate import replica_of
 from phalanx.errors import PeerFailedError
-from phalanx.testing import run_ranks
+from phalanx.testing import run_ranks as run_ranks_within
 
 CAP_MB = SMALL["bucket_bytes"] / 2**20
 
@@ -27,6 +29,7 @@ def compiled(backend: Any = "eager") -> AbstractContextManager[None]:
 
 
 KEPT = "torch keeps the captured backward pass with the parameters that it was captured with"
+run_ranks = partial(run_ranks_within, allow_leaks=KEPT, timeout_s=110)  # to capture a pass takes seconds
 
 
 def make(kind: str, net: nn.Module) -> nn.Module:
@@ -37,7 +40,7 @@ def make(kind: str, net: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("kind", ["replicate", "ddp", "ddp_view"])
 def test_gradients_are_averaged_in_one_graph(kind: str) -> None:
-    run_ranks(_gradients_are_averaged_in_one_graph, 2, kind, allow_leaks=KEPT)
+    run_ranks(_gradients_are_averaged_in_one_graph, 2, kind)
 
 
 def _gradients_are_averaged_in_one_graph(kind: str) -> None:
@@ -56,7 +59,7 @@ def _gradients_are_averaged_in_one_graph(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["replicate", "ddp_view"])
 def test_zeroed_gradients_lie_in_buckets(kind: str) -> None:
-    run_ranks(_zeroed_gradients_lie_in_buckets, 2, kind, allow_leaks=KEPT)
+    run_ranks(_zeroed_gradients_lie_in_buckets, 2, kind)
 
 
 def _zeroed_gradients_lie_in_buckets(kind: str) -> None:
@@ -69,7 +72,7 @@ def _zeroed_gradients_lie_in_buckets(kind: str) -> None:
 
 @pytest.mark.parametrize("mode", ["ddp_optimizer", "python_reducer"])
 def test_with_compiled_forward(mode: str) -> None:
-    run_ranks(_with_compiled_forward, 2, mode, allow_leaks=KEPT)
+    run_ranks(_with_compiled_forward, 2, mode)
 
 
 def _with_compiled_forward(mode: str) -> None:
@@ -95,7 +98,7 @@ def _forward_and_backward(model: nn.Module, inputs: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("kind", ["replicate", "ddp"])
 def test_accumulation(kind: str) -> None:
-    run_ranks(_accumulation, 2, kind, allow_leaks=KEPT)
+    run_ranks(_accumulation, 2, kind)
 
 
 def _accumulation(kind: str) -> None:
@@ -117,7 +120,7 @@ def _accumulation(kind: str) -> None:
 
 
 def test_after_steps_without_it() -> None:
-    run_ranks(_after_steps_without_it, 2, allow_leaks=KEPT)
+    run_ranks(_after_steps_without_it, 2)
 
 
 def _after_steps_without_it() -> None:
@@ -135,7 +138,7 @@ def _after_steps_without_it() -> None:
 
 
 def test_unused_parameters_and_a_rank_that_raises() -> None:
-    run_ranks(_unused_parameters_and_a_rank_that_raises, 2, allow_leaks=KEPT)
+    run_ranks(_unused_parameters_and_a_rank_that_raises, 2)
 
 
 def _unused_parameters_and_a_rank_that_raises() -> None:
@@ -160,3 +163,39 @@ def _unused_parameters_and_a_rank_that_raises() -> None:
 
 def _raise(_: torch.Tensor) -> None:
     raise ValueError("no gradient today")
+
+
+@pytest.mark.parametrize("same_order", [True, False])
+def test_after_eager_steps_that_have_shown_an_order(same_order: bool) -> None:
+    run_ranks(_after_eager_steps, 2, same_order)
+
+
+def _after_eager_steps(same_order: bool) -> None:
+    """Hooks that only count are what the compiler finds, and calls to the end of the pass."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model = px.replicate(nn.Sequential(*(nn.Linear(8, 8) for _ in range(5))), **SMALL)
+
+    def loss(of: int, order: list[int]) -> torch.Tensor:
+        x = torch.full((2, 8), 1.0 + of)
+        for index in order:
+            x = torch.tanh(model[index](x))
+        return x.square().mean()
+
+    def step(order: list[int], context: AbstractContextManager[None] | None = None) -> None:
+        total = torch.stack([loss(of, order) for of in range(size)]).mean()
+        expected = torch.autograd.grad(total, list(model.parameters()))
+        model.zero_grad()
+        with context or nullcontext():  # around our pass alone: each one that is captured takes seconds
+            loss(rank, order).backward()
+        for parameter, gradient in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient)
+
+    regular = [0, 1, 2, 3, 4]
+    for _ in range(5):
+        step(regular)
+    assert replica_of(model).reducer.arrivals.roll is not None
+    for order in [regular if same_order else regular[::-1]] * 2 + [regular] * 2:
+        step(order, compiled())
+    for _ in range(6):
+        step(regular)

@@ -87,6 +87,129 @@ def test_replaced_buffers_are_found() -> None:
 
 
 @ranks(2)
+def test_whatever_becomes_of_buffers_rank_0s_are_everywhere() -> None:
+    """Added, taken away, cast, resized, pointed elsewhere, and in a part of the module that is another now."""
+    rank = dist.get_rank()
+    module = nn.Sequential(Counts(), nn.BatchNorm1d(2))
+    model = px.DistributedDataParallel(module)
+
+    def check(what: str) -> None:
+        model(batch(0))
+        for name, buffer in module.named_buffers():
+            assert equal_on_all_ranks(buffer.double()), f"{name}, {what}"
+
+    def differ() -> None:
+        for buffer in module.buffers():
+            buffer.add_(rank)
+
+    def become(**values: torch.Tensor | None) -> None:
+        for name, value in values.items():
+            module[0]._buffers[name] = value
+
+    changes = {
+        "as it was": lambda: None,
+        "one more": lambda: module[0].register_buffer("more", torch.full((5,), 1.0 * rank)),
+        "one that was nothing": lambda: become(more=None, late=torch.full((2,), 1.0 * rank)),
+        "another in the place of one that is nothing": lambda: (
+            module[0]._buffers.pop("more"),
+            become(new=torch.ones(2)),
+        ),
+        "one fewer": lambda: module[0]._buffers.pop("late"),
+        "cast": lambda: setattr(module[0].flags, "data", module[0].flags.data.int()),
+        "resized": lambda: setattr(module[0].calls, "data", torch.full((2,), 1.0 * rank)),
+        "a part begun anew": lambda: module[1].__init__(2),  # type: ignore[misc]
+        "another part": lambda: module.__setitem__(1, nn.BatchNorm1d(2)),
+        "another part, past registration": lambda: module._modules.update({"1": nn.BatchNorm1d(2)}),
+    }
+    for what, change in changes.items():
+        change()
+        differ()
+        check(what)
+        check(f"{what}, again")
+
+
+@ranks(2)
+def test_another_module_and_what_is_ignored_later() -> None:
+    model = px.DistributedDataParallel(Counts())
+    model(batch(0)).sum().backward()
+    model.module = Counts()
+    model(batch(0))
+    assert model.module.calls.item() == 1.0 and not model.module.flags.any()
+    model.parameters_to_ignore.add("flags")
+    model.module.flags.fill_(dist.get_rank())
+    model(batch(0))
+    assert model.module.flags.tolist() == [dist.get_rank()] * 3
+
+
+@ranks(2)
+def test_buffers_that_changed_before_an_evaluation_in_inference_mode() -> None:
+    """What is kept for sending is made there, and used in training."""
+    model = px.DistributedDataParallel(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)))
+    rank = dist.get_rank()
+    for step in range(3):
+        model(batch(rank, step)).sum().backward()
+        fresh = {name: value + rank for name, value in model.module.state_dict().items() if "running" in name}
+        model.module.load_state_dict(fresh, assign=True, strict=False)
+        model.eval()
+        with torch.inference_mode():
+            model(batch(rank, step))
+        model.train()
+        assert equal_on_all_ranks(model.module[1].running_mean)
+
+
+@ranks(2)
+def test_scripted_and_traced_modules() -> None:
+    for make in (torch.jit.script, lambda net: torch.jit.trace(net, torch.randn(4, 6))):
+        torch.manual_seed(dist.get_rank())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            model = px.DistributedDataParallel(make(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))))
+        for step in range(3):
+            model(batch(dist.get_rank(), step)).sum().backward()
+        with torch.no_grad():
+            model(batch(0, 9))
+        for buffer in model.module.buffers():
+            assert equal_on_all_ranks(buffer.double())
+
+
+@ranks(2)
+def test_conjugate_and_negative_views_as_buffers() -> None:
+    for negative in (False, True):
+        for wrap in (px.DistributedDataParallel, px.replicate):
+            net, whole = nn.Linear(6, 2), torch.full((3,), complex(dist.get_rank(), -1.0))
+            net.register_buffer("lazy", whole.conj().imag if negative else whole.conj())
+            model = wrap(net)
+            for step in range(2):
+                model(batch(dist.get_rank(), step)).sum().backward()
+            assert net.lazy.tolist() == [1.0 if negative else 1j] * 3
+
+
+@ranks(2)
+def test_buffers_that_are_not_there_yet() -> None:
+    net = nn.Sequential(nn.Linear(6, 4), nn.LazyBatchNorm1d(affine=False))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = px.DistributedDataParallel(net, init_sync=False, broadcast_buffers=False)
+        for step in range(2):
+            model(batch(dist.get_rank(), step)).sum().backward()
+
+
+@ranks(2)
+def test_a_hook_may_do_with_the_dict_what_it_likes() -> None:
+    model = px.DistributedDataParallel(Counts())
+    seen = []
+
+    def hook(_: object, named: dict[str, torch.Tensor]) -> None:
+        seen.append(sorted(named))
+        named.clear()
+
+    model._register_buffer_comm_hook(None, hook)
+    for step in range(3):
+        model(batch(0, step)).sum().backward()
+    assert seen == [["calls", "flags"]] * 3
+
+
+@ranks(2)
 def test_in_eval_mode_buffers_are_broadcast_as_with_torch() -> None:
     """torch looks at the last synchronised forward, not at the mode: ranks run eval through the wrapper together."""
     pair = Pair.of(BatchNormNet)

@@ -453,3 +453,21 @@ def test_after_a_failure_on_one_rank_every_rank_is_told_again(where: str) -> Non
 
 def _raise(_: object) -> None:
     raise KeyError("on purpose")
+
+
+@ranks(2)
+def test_a_hook_finds_bucket_views_in_the_gradients() -> None:
+    """In every step, also when gradients are taken in by runs: it may step an optimizer on them."""
+    model = px.DistributedDataParallel(mlp(), gradient_as_bucket_view=True)
+    found: list[bool] = []
+
+    def look(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        pointers = [gradient.data_ptr() for gradient in bucket.gradients()]
+        found.append(pointers == [-1 if p.grad is None else p.grad.data_ptr() for p in bucket.parameters()])
+        return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
+
+    model.register_comm_hook(None, look)
+    for step in range(7):
+        model.zero_grad()
+        plain_loss(model, dist.get_rank(), step).backward()
+    assert len(found) >= 7 and all(found), found

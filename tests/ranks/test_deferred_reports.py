@@ -47,7 +47,7 @@ def deferring(bodies: Sequence[Callable[[], None]]) -> None:
 def defers(model: nn.Module) -> bool:
     """Whether the last step's report is still to be read."""
     engine = getattr(model, "_engine", None) or replica_of(model).reducer
-    return engine._reports.awaits
+    return engine._reports.awaited is not None
 
 
 def branches(count: int = 4) -> nn.Module:

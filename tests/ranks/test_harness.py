@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -41,7 +42,7 @@ def test_body_runs_in_a_process_group() -> None:
 
 
 @ranks(3, backend=None)
-def test_environment_is_a_launchers() -> None:
+def test_environment_is_a_launchers(tmp_path: Path) -> None:
     assert not dist.is_initialized()
     assert os.environ["WORLD_SIZE"] == "3" and os.environ["RANK"] == os.environ["LOCAL_RANK"]
     assert os.environ["OMP_NUM_THREADS"] == "1" and torch.get_num_threads() == 1
@@ -50,7 +51,16 @@ def test_environment_is_a_launchers() -> None:
     dist.all_gather_object(gathered, int(os.environ["RANK"]))
     assert gathered == [0, 1, 2]
     dist.destroy_process_group()
-    dist.init_process_group("gloo")  # and again
+    # And again, once rank 0's old store is closed: who is quicker would join that one, at the same port, and wait.
+    closed = tmp_path / "closed"
+    if os.environ["RANK"] == "0":
+        gc.collect()
+        closed.touch()
+    deadline = time.monotonic() + 20
+    while not closed.exists():
+        assert time.monotonic() < deadline, "rank 0 has not left its first group"
+        time.sleep(0.005)
+    dist.init_process_group("gloo")
     dist.barrier()
 
 

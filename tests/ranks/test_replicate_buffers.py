@@ -165,3 +165,18 @@ def test_ignored_buffers_and_parameters_stay_local() -> None:
 def test_an_unknown_policy() -> None:
     with pytest.raises(ValueError, match="rank0, mean, none"):
         px.replicate(norm_net(), buffers="max")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("policy", ["rank0", "mean"])
+@ranks(2)
+def test_a_buffer_that_is_none_at_first_and_in_between(policy: str) -> None:
+    model = norm_net()
+    model.register_buffer("late", None)
+    px.replicate(model, buffers=policy)
+    expected = torch.full((2,), 1.0 if policy == "rank0" else 1.5)
+    for _ in range(2):
+        one_step(model)
+        model.late = torch.full((2,), 1.0 + dist.get_rank())
+        one_step(model)
+        assert torch.equal(model.late, expected)
+        model.late = None

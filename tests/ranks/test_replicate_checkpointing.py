@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import phalanx as px
+from phalanx.api.replicate import replica_of
 from phalanx.errors import PeerFailedError
 from phalanx.testing import ranks
 
@@ -173,6 +174,48 @@ def test_a_pass_that_raises_is_given_up_on_every_rank_and_training_goes_on(where
         loss.backward()
         expected = average_gradients(reference, lambda m, r, s: failing_loss(m, batch(r, s), where, False), step)
         assert_gradients(model, expected)
+
+
+class RunsAnInnerPass(torch.autograd.Function):
+    """As reentrant checkpointing does, but for a failure after the inner pass, before the node is done."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: nn.Module, fails: bool) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.layer, ctx.fails = layer, fails
+        return layer(x).detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            torch.autograd.backward(ctx.layer(x), gradient)
+        if ctx.fails:
+            raise ArithmeticError("this backward fails after its inner pass")
+        return x.grad, None, None
+
+
+@ranks(2)
+def test_a_pass_that_raises_between_an_inner_pass_and_the_end_of_its_node_is_not_mixed_with_the_next() -> None:
+    rank = dist.get_rank()
+    model, reference = px.replicate(mlp(), **SMALL), mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    kept = []  # with its graph: nothing is freed that could tell that the pass is over
+
+    for step in range(14):
+        model.zero_grad()
+        if step in (1, 8):  # one by one, and in runs
+            assert step == 1 or replica_of(model).reducer.arrivals.roll is not None
+            hidden = RunsAnInnerPass.apply(
+                model[0](batch(rank, step)), model[2], rank == 1
+            )  # ours arrive within it first
+            kept.append(hidden)
+            with pytest.raises(ArithmeticError if rank else PeerFailedError, match="inner pass" if rank else "rank 1"):
+                hidden.sum().backward()
+            continue
+        plain_loss(model, rank, step).backward()
+        assert_gradients(model, average_gradients(reference, plain_loss, step))
+    optimizer.step()
 
 
 @ranks(2)

@@ -160,3 +160,33 @@ def test_everything_frozen_and_back() -> None:
     model.zero_grad()
     plain_loss(model, rank, 1).backward()
     assert_gradients(model, average_gradients(reference, plain_loss, 1))
+
+
+@ranks(2)
+def test_unfrozen_in_a_step_that_leaves_another_unused() -> None:
+    """Who is unused is told by the list of before, though there is a longer one by then."""
+    rank = dist.get_rank()
+    model, reference = (nn.ModuleList(nn.Linear(3, 3).double() for _ in range(4)) for _ in range(2))
+    reference.load_state_dict(model.state_dict())
+    for one in (model, reference):
+        one[0].requires_grad_(False)
+    px.replicate(model)
+    reference.load_state_dict(model.state_dict())
+
+    def loss(of: nn.ModuleList, r: int, which: list[int]) -> torch.Tensor:
+        x = torch.full((2, 3), 1.0 + r, dtype=torch.float64)
+        for index in which:
+            x = torch.tanh(of[index](x))
+        return x.square().sum()
+
+    for step in range(8):
+        which = [0, 1, 2] if step == 4 else [0, 1, 2, 3]
+        for one in (model, reference):
+            one[0].requires_grad_(step >= 4)
+            one.zero_grad()
+        loss(model, rank, which).backward()
+        (sum(loss(reference, r, which) for r in range(2)) / 2).backward()
+        for (name, mine), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+            assert (mine.grad is None) == (other.grad is None), f"{name} in step {step}"
+            if other.grad is not None:
+                torch.testing.assert_close(mine.grad, other.grad)

@@ -164,3 +164,31 @@ def test_four_ranks_each_with_a_branch_of_its_own() -> None:
         model(batch(dist.get_rank(), step), [dist.get_rank()]).square().sum().backward()
         expected = average_gradients(reference, lambda m, r, s: m(batch(r, s), [r]).square().sum(), step)
         assert_gradients(model, expected)
+
+
+@ranks(2)
+def test_a_dense_embedding_that_comes_late_or_lies_there_with_a_sparse_gradient() -> None:
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    table, head = nn.Embedding(5, 3).double(), nn.Linear(3, 2).double()
+    model = px.replicate(nn.ModuleList([table, head]))
+    x = torch.ones(2, 3, dtype=torch.float64)
+
+    def loss(of_rank: int, *, used: bool) -> torch.Tensor:
+        return head(table(torch.tensor([of_rank, 2])) if used else x).square().sum()
+
+    for step in range(6):
+        model.zero_grad()
+        if step == 4:  # expected not to come, and sparse when it does
+            table.sparse = True
+        expected = sum(torch.autograd.grad(loss(r, used=True), table.weight)[0].to_dense() for r in range(2)) / 2
+        loss(rank, used=step >= 4).backward()
+        if step >= 4:
+            torch.testing.assert_close(table.weight.grad, expected)
+    old = torch.sparse_coo_tensor([[1]], torch.ones(1, 3, dtype=torch.float64), (5, 3))
+    model.zero_grad()
+    if rank == 1:
+        table.weight.grad = old
+    theirs = torch.autograd.grad(loss(0, used=True), table.weight)[0].to_dense()
+    loss(rank, used=rank == 0).backward()
+    torch.testing.assert_close(table.weight.grad, (theirs + old.to_dense()) / 2)

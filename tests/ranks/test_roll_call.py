@@ -6,16 +6,19 @@ DDP against torch's to the bit; `replicate` in float64 against one process.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.ranks.pairs import Pair
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import phalanx as px
 from phalanx.api.replicate import replica_of
+from phalanx.errors import ReducerStateError
 from phalanx.reducer.reducer import Reducer
 from phalanx.testing import run_ranks
 
@@ -235,6 +238,62 @@ def zeroed_in_place() -> None:
         assert trial.on[5], f"{face}: {trial.on}"
 
 
+class Copies(TorchDispatchMode):
+    """How many tensors are copied by fused copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is torch.ops.aten._foreach_copy_.default:
+            self.count += len(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def no_copy_of_what_lies_there() -> None:
+    """A gradient that autograd has added up in its bucket is not copied into it; another one in the same run is."""
+    for face, count in (("replicate", 1), ("view", 1), ("copy", 2 * len(list(Layers().parameters())))):
+        trial = Trial(face)
+        for step in range(8):
+            trial.zero(set_to_none=False)
+            if step > 5:
+                for module in trial.modules:
+                    module.layers[step % 5].weight.grad = None  # not the first of its run
+            copies = Copies()
+            with copies:
+                trial.backward(lambda m, rank, step=step: m(tokens(rank, step), REGULAR).square().sum())
+            trial.compare(f"step {step} of {face}")
+        assert trial.on[5], f"{face}: {trial.on}"
+        assert copies.count == count, f"{face}: {copies.count} copied"
+
+
+def a_sparse_one_beside_one_that_lies_there() -> None:
+    """A run that cannot be copied, of which a large gradient was added up in its bucket: that one is averaged once."""
+    torch.manual_seed(0)
+    net, table = nn.Linear(400, 400).double(), nn.Parameter(torch.ones(7, 400, dtype=torch.float64))
+    model = px.replicate(nn.ParameterDict({"weight": net.weight, "bias": net.bias, "table": table}))
+
+    def loss(rank: int, step: int, sparse: bool) -> torch.Tensor:
+        x = torch.full((2, 400), 0.01 * (rank + 1) * (step + 1), dtype=torch.float64)
+        return (net(x) * nn.functional.embedding(tokens(rank, step)[:2, 0], table, sparse=sparse)).sum()
+
+    rank, size, parameters = dist.get_rank(), dist.get_world_size(), [net.weight, net.bias, table]
+    for step in range(9):
+        total = torch.stack([loss(of, step, False) for of in range(size)]).mean()
+        expected = torch.autograd.grad(total, parameters)
+        for parameter in parameters:
+            if parameter is table or step < 6:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+        loss(rank, step, sparse=step == 7).backward()
+        for mine, wanted in zip(parameters, expected, strict=True):
+            torch.testing.assert_close(mine.grad.to_dense(), wanted)
+        if step == 6:
+            assert is_on(model)
+
+
 def kept_without_zeroing() -> None:
     """Gradients add up over steps; torch's DDP averages the sum, as one process adds averages."""
     for face in FACES:
@@ -261,7 +320,15 @@ def with_graphs() -> None:
 
 @everywhere
 def test_gradients_that_are_there_before(where: str) -> None:
-    in_ranks(where, accumulated, zeroed_in_place, kept_without_zeroing, with_graphs)
+    in_ranks(
+        where,
+        accumulated,
+        zeroed_in_place,
+        no_copy_of_what_lies_there,
+        a_sparse_one_beside_one_that_lies_there,
+        kept_without_zeroing,
+        with_graphs,
+    )
 
 
 # -- other changes -----------------------------------------------------------------------------------------------------
@@ -292,7 +359,7 @@ def frozen() -> None:
 
 
 def the_first_is_frozen() -> None:
-    """The one whose own hook begins a pass."""
+    """The one that begins a pass."""
     trial = Trial("replicate")
     for step in range(18):
         for module in trial.modules:
@@ -329,9 +396,65 @@ def a_pass_breaks_off() -> None:
         trial.compare(f"step {step}")
 
 
+def cast_after_accumulation() -> None:
+    """Buckets are laid out anew when a pass begins, with one that is a run by itself."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 512), nn.Tanh(), nn.Linear(512, 600, bias=False))
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for face in FACES:
+        net, plain = make(), make()
+        model = px.replicate(net) if face == "replicate" else px.DistributedDataParallel(net, **OWN_BUCKET[face])
+        for step in range(8):
+            if step == 6:
+                assert is_on(model)
+                model.double(), plain.double()
+            batches = [torch.full((2, 8), 1.0 + step + other, dtype=net[0].weight.dtype) for other in range(size)]
+            model.zero_grad(), plain.zero_grad()
+            for keeps in (True, False):
+                with (px.no_sync(net) if face == "replicate" else model.no_sync()) if keeps else nullcontext():
+                    model(batches[rank]).mean().backward()
+                (sum(plain(one).mean() for one in batches) / size).backward()
+            for (name, mine), other in zip(net.named_parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(
+                    mine.grad, other.grad, msg=lambda text, at=(name, step, face): f"{at}: {text}"
+                )
+
+
+OWN_BUCKET: dict[str, dict[str, bool]] = {"copy": {}, "view": {"gradient_as_bucket_view": True}}
+
+
+def one_is_taken_away() -> None:
+    """By a hook within the pass, before its run is over."""
+    rank = dist.get_rank()
+    for face in FACES:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+        options = {"find_unused_parameters": True, **OWN_BUCKET.get(face, {})}
+        model = px.replicate(net) if face == "replicate" else px.DistributedDataParallel(net, **options)
+        for step in range(9):
+            hook = None
+            model.zero_grad()
+            if step == 6:
+                assert is_on(model)
+                hook = net[2].register_full_backward_hook(lambda *_, net=net: net[4].zero_grad())
+            model(torch.full((2, 6), 1.0 + rank, dtype=torch.float64)).square().sum().backward()
+            gone = [name for name, parameter in net.named_parameters() if parameter.grad is None]
+            assert gone == (["4.weight", "4.bias"] if step == 6 else []), f"{face}, step {step}: {gone}"
+            if hook is not None:
+                hook.remove()
+
+
 @on_both
 def test_other_changes(where: str) -> None:
     in_ranks(where, sparse_later, frozen, the_first_is_frozen, a_pass_breaks_off)
+
+
+@on_both
+def test_changes_within_a_pass(where: str) -> None:
+    in_ranks(where, cast_after_accumulation, one_is_taken_away)
 
 
 # -- hooks of the user's -----------------------------------------------------------------------------------------------
@@ -409,3 +532,65 @@ def hooks_that_change_gradients() -> None:
 @on_both
 def test_hooks_of_the_users(where: str) -> None:
     in_ranks(where, hooks_from_before, hooks_that_change_gradients, hooks_from_after, hooks_from_mid_training)
+
+
+# -- one that comes again, in the place of another ---------------------------------------------------------------------
+
+
+class Uses(nn.Module):
+    """Five parameters, used as often and in the order that is asked for, each use a pass of its own.
+
+    They come as a, b, c, d and e: the first two fill a bucket, and so are a run, and the other three another.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        for name, length in (("a", 20), ("b", 20), ("c", 16), ("d", 16), ("e", 16)):
+            value = torch.rand(length, generator=generator, dtype=torch.float64)
+            self.register_parameter(name, nn.Parameter(value / value.sum()))
+
+    def forward(self, x: torch.Tensor, names: str) -> torch.Tensor:
+        for name in names:
+            weight = self.get_parameter(name)
+            x = checkpoint(lambda t, weight=weight: t * weight.square().sum(), x, use_reentrant=True)
+        return x
+
+
+def one_comes_again() -> None:
+    """Used twice while another is not used at all: as many arrivals as ever, and still not the same."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    def batch(of: int) -> torch.Tensor:
+        return torch.full((3,), 1.0 + of, dtype=torch.float64, requires_grad=True)
+
+    for names, who in (("aa", "a"), ("aba", "a"), ("bba", "b"), ("bbca", "b"), ("ccba", "c"), ("cca", "c")):
+        for options in (COPY, VIEW):
+            model = px.DistributedDataParallel(Uses(), find_unused_parameters=True, **options)
+            for _ in range(6):
+                model.zero_grad()
+                model(batch(rank), "edcba").sum().backward()
+            assert is_on(model)
+            model.zero_grad()
+            with pytest.raises(ReducerStateError, match="ready only once") as raised:
+                model(batch(rank), names).sum().backward()
+            assert who in raised.value.parameters, (names, raised.value.parameters)
+            model.zero_grad()
+            model(batch(rank), "edcba").sum().backward()
+        module = px.replicate(Uses(), **SMALL)
+        for _ in range(6):
+            module.zero_grad()
+            module(batch(rank), "edcba").sum().backward()
+        assert is_on(module)
+        module.zero_grad()
+        module(batch(rank), names).sum().backward()
+        reference = Uses()
+        torch.stack([reference(batch(of), names).sum() for of in range(size)]).mean().backward()
+        for (name, ours), theirs in zip(module.named_parameters(), reference.parameters(), strict=True):
+            what = f"{name} after {names}"
+            torch.testing.assert_close(ours.grad, theirs.grad, msg=lambda text, what=what: f"{what}: {text}")
+
+
+@on_both
+def test_one_comes_again_in_the_place_of_another(where: str) -> None:
+    in_ranks(where, one_comes_again)

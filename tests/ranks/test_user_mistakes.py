@@ -15,6 +15,7 @@ from torch import nn
 
 import phalanx as px
 from phalanx.errors import CollectiveTimeoutError, MismatchError, PeerFailedError, PhalanxError, UnsynchronizedStepError
+from phalanx.reducer import verify
 from phalanx.testing import ranks, run_ranks
 
 TorchDDP = nn.parallel.DistributedDataParallel
@@ -229,3 +230,20 @@ def test_mean_weights_below_sync_batch_norm_are_warned_of() -> None:
     px.weight(model, 3)
     assert len([text for text in said if 'reduction="sum"' in text]) == 1
     loss_of(model).backward()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_rank_that_does_not_come_to_replicate_is_waited_for_as_long_as_the_group_says(backend: str) -> None:
+    run_ranks(_late_to_replicate, 2, backend=backend)
+
+
+def _late_to_replicate() -> None:
+    verify.PATIENCE_S = (0.1, verify.PATIENCE_S[1])  # a step may have a shorter time-out than building a model takes
+    group = dist.new_group(timeout=timedelta(seconds=0.5))
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 0:
+        with pytest.raises(MismatchError, match=r"rank 1 did not come within 0\.5 s"):
+            px.replicate(nn.Linear(4, 1), process_group=group)
+        store.set("gave up", "")
+    else:
+        store.wait(["gave up"])

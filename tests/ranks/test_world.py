@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 
 import pytest
 import torch
@@ -25,6 +26,33 @@ def test_reads_the_launchers_environment() -> None:
     px.shutdown()
     px.shutdown()
     assert not dist.is_initialized()
+
+
+class Lingering:
+    """Takes a while to go, in whichever thread that is."""
+
+    def __del__(self) -> None:
+        began = time.perf_counter()
+        while time.perf_counter() - began < 0.003:
+            pass
+
+
+@pytest.mark.parametrize("attempt", range(4))
+@ranks(2)
+def test_a_groups_own_thread_may_be_slow_to_let_go_of_it(attempt: int) -> None:
+    """Gloo's thread calls what waits for a collective, and holds it a little longer than the waiter waits."""
+
+    def whole(future: torch.futures.Future, group: object = dist.group.WORLD, slow: object = Lingering()) -> object:
+        return future.value()[0]
+
+    sys.setswitchinterval(1e-4)
+    work = dist.all_reduce(torch.ones(4), async_op=True)
+    future = work.get_future().then(whole)
+    del whole, work
+    future.wait()
+    del future
+    px.shutdown()  # with destroy_process_group this aborted most times
+    time.sleep(0.02)  # so that a thread which is going to abort does so in the body
 
 
 @ranks(1, backend=None)

@@ -27,19 +27,26 @@ def test_one_cap_is_for_all_buckets() -> None:
 
 
 def test_a_list_gives_each_bucket_its_own() -> None:
-    policy = BucketCaps.of(None, [1, 2, 4]).policy()
+    policy = BucketCaps.of(None, [1, 2, 4]).policy([])
     assert [policy.cap(number) for number in range(5)] == [1 * MIB, 2 * MIB, 4 * MIB, 4 * MIB, 4 * MIB]
 
 
 def test_a_cap_of_zero_is_a_bucket_per_gradient() -> None:
-    assert BucketCaps.of(0, None).policy().cap(0) == 1
+    assert BucketCaps.of(0, None).policy([]).cap(0) == 1
 
 
 def test_before_the_order_is_known_all_travel_together_unless_unused_ones_are_looked_for() -> None:
     caps = BucketCaps.of(1, None)
-    assert caps.first_policy(static=False, find_unused=False).cap(0) > 2**40
-    assert caps.first_policy(static=True, find_unused=True).cap(0) > 2**40
-    assert caps.first_policy(static=False, find_unused=True).cap(0) == 1 * MIB
+    assert caps.first_policy([], static=False, find_unused=False).cap(0) > 2**40
+    assert caps.first_policy([], static=True, find_unused=True).cap(0) > 2**40
+    assert caps.first_policy([], static=False, find_unused=True).cap(0) == 1 * MIB
+
+
+def test_where_no_cap_is_given_the_parameters_decide() -> None:
+    large = [nn.Parameter(torch.empty(40 * MIB, device="meta")) for _ in range(3)]
+    assert BucketCaps.of(None, None).policy([parameter()]).bucket_bytes == 25 * MIB
+    assert BucketCaps.of(None, None).policy(large).bucket_bytes == 160 * MIB  # any device but the CPU
+    assert BucketCaps.of(30, None).policy(large).bucket_bytes == 30 * MIB
 
 
 def test_a_cpu_module_takes_no_devices() -> None:

@@ -36,6 +36,7 @@ INHERITED = {
     "train": "nn.Module's",
     "join": JOINING,
     "join_device": JOINING,
+    "_inside_ddp_forward": "says whose forward runs; ours says so in _run_ddp_forward, without a generator",
     "join_process_group": JOINING,
     "_check_and_sync_module_buffers": JOINING,
     "_find_common_rank": JOINING,

@@ -36,6 +36,7 @@ TRACE = {
         event("forward", "user_annotation", 1, 10),
         event("backward", "user_annotation", 10, 30),
         event("optimizer", "user_annotation", 30, 32),
+        event("backward", "user_annotation", 10, 10.001),  # torch's own mark, within
         event("backward", "gpu_user_annotation", 12, 40, stream=7),
         event("phalanx.bucket Net #0 (last)", "cpu_op", 15, 16),
         event("phalanx.bucket Net #1 (first)", "cpu_op", 29, 30),
@@ -63,5 +64,6 @@ def test_reading(script: Any) -> None:
 def test_drawing(script: Any) -> None:
     drawn = script.draw(script.read(TRACE, "a <step> & more"))
     assert "a &lt;step&gt; &amp; more" in drawn
-    assert drawn.count("<title>") == 4 + 2 + 1 + 2 + 3
+    # Phases, buckets, the wait; the batch's copy and the kernels, which touch and are drawn as one; the reduction's copies.
+    assert drawn.count("<title>") == 4 + 2 + 1 + 2 + 2
     assert drawn.count("<rect") == 1 + drawn.count("<title>")

@@ -7,13 +7,16 @@ module in some step, keeps nobody waiting.
 
 from __future__ import annotations
 
+import operator
 import weakref
+from itertools import repeat
 from typing import Literal, get_args
 
 import torch
 from torch import nn
 
-from phalanx.comm.coalesced import pieces
+from phalanx.api.buffer_tables import layout_of
+from phalanx.comm.coalesced import Piece, copy_together, pieces
 from phalanx.comm.group import Group, Work
 from phalanx.reducer.spread import parts_of
 from phalanx.reducer.unused import Flag, Report
@@ -26,17 +29,6 @@ _PIECE_BYTES = 25 * 1024 * 1024
 def check_policy(policy: str) -> None:
     if policy not in get_args(BufferPolicy):
         raise ValueError(f"buffers must be one of {', '.join(get_args(BufferPolicy))}; got {policy!r}")
-
-
-class _Piece:
-    """Buffers of one dtype and device that travel together, and the flat memory in which they do."""
-
-    def __init__(self, buffers: list[torch.Tensor]) -> None:
-        self.flat = torch.empty(
-            sum(buffer.numel() for buffer in buffers), dtype=buffers[0].dtype, device=buffers[0].device
-        )
-        parts = self.flat.split([buffer.numel() for buffer in buffers])
-        self.views = [part.view(buffer.shape) for part, buffer in zip(parts, buffers, strict=True)]
 
 
 class BufferSync:
@@ -57,77 +49,90 @@ class BufferSync:
         self._tables = [
             (f"{prefix}." if prefix else "", submodule._buffers) for prefix, submodule in module.named_modules()
         ]
+        self._all_tables = [table for _, table in self._tables]
         self._look_up()
 
     def _look_up(self) -> None:
         """Each buffer once, by identity, with every place where it is registered; and the memory to send them in."""
         found: dict[int, tuple[torch.Tensor, list[tuple[_Table, str]]]] = {}
+        empty: list[tuple[_Table, str]] = []
         for prefix, table in self._tables:
             for key, buffer in table.items():
-                if buffer is not None and f"{prefix}{key}" not in self._ignored:
+                if buffer is None:
+                    empty.append((table, key))
+                elif f"{prefix}{key}" not in self._ignored:
                     found.setdefault(id(buffer), (buffer, []))[1].append((table, key))
-        self._sizes = [len(table) for _, table in self._tables]
+        self._sizes = list(map(len, self._all_tables))
         self._pieces = [
-            (_Piece(parts_of(members)), members, [found[id(member)][1] for member in members])
+            (Piece(parts_of(members)), members, [found[id(member)][1] for member in members])
             for members in pieces([buffer for buffer, _ in found.values()], _PIECE_BYTES)
         ]
-        self._layouts = [[_layout(member) for member in members] for _, members, _ in self._pieces]
+        self._layouts = [list(map(layout_of, members)) for _, members, _ in self._pieces]
+        held = [(members, place, at) for _, members, places in self._pieces for place, at in enumerate(places)]
+        self._empty_in, self._empty_as = [table for table, _ in empty], [key for _, key in empty]
+        self._held = [(members, place) for members, place, at in held for _ in at]
+        self._held_in = [table for _, _, at in held for table, _ in at]
+        self._held_as = [key for _, _, at in held for _, key in at]
 
     def _is_up_to_date(self) -> bool:
-        """Whether the module holds the buffers that were looked up, or put there since."""
-        return [len(table) for _, table in self._tables] == self._sizes and all(
-            table.get(key) is member
-            for _, members, places in self._pieces
-            for member, held_at in zip(members, places, strict=True)
-            for table, key in held_at
-        )
+        """Whether the module holds the buffers that were looked up, or put there since, and they are as they were."""
+        filled = map(operator.is_not, map(dict.get, self._empty_in, self._empty_as), repeat(None))
+        if list(map(len, self._all_tables)) != self._sizes or any(filled):
+            return False
+        found = map(dict.get, self._held_in, self._held_as)
+        known = (members[place] for members, place in self._held)
+        return all(map(operator.is_, found, known)) and self._layouts == [
+            list(map(layout_of, members)) for _, members, _ in self._pieces
+        ]
 
-    def flags(self) -> Flag:
+    def flags(self) -> int:
         module = self._module()
-        return Flag.TRAINING if module is not None and module.training else Flag(0)
+        return Flag.NONE if module is not None and module.training else Flag.EVALUATING
 
     def after_step(self, report: Report) -> None:
         alone = self._group.size == 1 and not self.alone_too
-        if self._policy == "none" or alone or not report.ranks_with(Flag.TRAINING):
+        if self._policy == "none" or alone or len(report.ranks_with(Flag.EVALUATING)) == self._group.size:
             return
-        if not self._is_up_to_date() or self._layouts != [
-            [_layout(member) for member in members] for _, members, _ in self._pieces
-        ]:
+        if not self._is_up_to_date():
             self._look_up()
         # A rank that has run out of data has buffers of its last batch: those that are at work count.
         out = report.ranks_with(Flag.OUT)
         self._at_work = [rank for rank in range(self._group.size) if rank not in out] or [0]
         with torch.no_grad():
             # All are started before the first is waited for: each is small, and the wire's latency is paid once.
-            works = [self._start(piece, members) for piece, members, _ in self._pieces]
-            for work, (piece, members, places) in zip(works, self._pieces, strict=True):
+            started = [self._start(piece, members) for piece, members, _ in self._pieces]
+            for (work, flat, views), (_, members, places) in zip(started, self._pieces, strict=True):
                 work.wait()
-                self._replace(piece, members, places)
+                self._replace(flat, views, members, places)
 
     def _averages(self, flat: torch.Tensor) -> bool:
         return self._policy == "mean" and (flat.is_floating_point() or flat.is_complex())
 
-    def _start(self, piece: _Piece, members: list[torch.Tensor]) -> Work:
-        flat = piece.flat
-        torch._foreach_copy_(piece.views, parts_of(members))
-        if not self._averages(flat):
-            return self._group.broadcast(flat, self._at_work[0])
+    def _start(self, piece: Piece, members: list[torch.Tensor]) -> tuple[Work, torch.Tensor, list[torch.Tensor]]:
+        flat, views = piece.room()
+        averages = self._averages(flat)
+        if averages or self._group.rank == self._at_work[0]:
+            copy_together(views, parts_of(members))
+        if not averages:
+            return self._group.broadcast(flat, self._at_work[0]), flat, views
         if self._group.rank not in self._at_work:
             flat.zero_()
-        return self._group.all_reduce(flat)
+        return self._group.all_reduce(flat), flat, views
 
-    def _replace(self, piece: _Piece, members: list[torch.Tensor], places: list[list[tuple[_Table, str]]]) -> None:
-        if self._averages(piece.flat):
-            piece.flat.div_(len(self._at_work))
+    def _replace(
+        self,
+        flat: torch.Tensor,
+        views: list[torch.Tensor],
+        members: list[torch.Tensor],
+        places: list[list[tuple[_Table, str]]],
+    ) -> None:
+        if self._averages(flat):
+            flat.div_(len(self._at_work))
         elif self._group.rank == self._at_work[0]:
             return
         # Each in memory of its own, laid out as before: one that a user keeps must not keep the others.
         members[:] = [torch.empty_like(member) for member in members]
-        torch._foreach_copy_(parts_of(members), piece.views)
+        copy_together(parts_of(members), views)
         for member, held_at in zip(members, places, strict=True):
             for table, key in held_at:
                 table[key] = member
-
-
-def _layout(buffer: torch.Tensor) -> tuple[torch.dtype, torch.device, torch.Size]:
-    return buffer.dtype, buffer.device, buffer.shape

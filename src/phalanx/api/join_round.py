@@ -170,8 +170,8 @@ class Round:
         self._serial = self._group.next_serial()
         self._move_on()
 
-    def _flags(self, others: Callable[[], Flag]) -> Flag:
-        return others() | (Flag.LAST if self._last_batch else Flag(0))
+    def _flags(self, others: Callable[[], int]) -> int:
+        return others() | (Flag.LAST if self._last_batch else Flag.NONE)
 
     def _move_on(self) -> None:
         """Failures are told by step: one that concerns the next must not break this one, which may still complete."""

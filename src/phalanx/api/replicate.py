@@ -26,7 +26,7 @@ from phalanx.comm.group import Group
 from phalanx.errors import MismatchError, ReducerStateError
 from phalanx.optim.in_backward import take_over
 from phalanx.reducer.options import ReducerOptions, ReducerStats
-from phalanx.reducer.plan import MIB, BucketPolicy
+from phalanx.reducer.plan import MIB, BucketPolicy, default_policy_for
 from phalanx.reducer.reducer import Reducer
 from phalanx.reducer.spread import part_of, problem_with_spread
 from phalanx.reducer.standing import AGREE_WITHIN_S
@@ -80,9 +80,9 @@ def replicate(
         process_group: the ranks to average over; all of them by default.
         device_mesh: likewise, as one axis of a mesh. Parameters may be DTensors over its other axes: their parts on this
             rank are averaged, and stay DTensors.
-        bucket_bytes: gradients travel together up to this size, by default 25 MiB, and 100 MiB on a GPU, where
-            starting a collective costs the host most. The first and the last such bucket are as large as
-            `first_bucket_bytes`, to start early and to end soon.
+        bucket_bytes: gradients travel together up to this size, by default 25 MiB, and on a GPU, where starting a
+            collective costs the host most, a third of all within 25 and 160 MiB. The first and the last such bucket are
+            as large as `first_bucket_bytes`, to start early and to end soon; on a GPU by default the last alone.
         buffers: ``"rank0"`` gives every rank rank 0's buffers after each step, ``"mean"`` the average of the floating
             ones, ``"none"`` leaves them alone.
         ignore: names of parameters and buffers that stay local to each rank.
@@ -101,15 +101,11 @@ def replicate(
         raise TypeError(f"precision takes a phalanx.Precision, got {type(precision).__name__}")
     group = group_of(_resolve(process_group, device_mesh))
     ignored = frozenset(ignore)
-    if bucket_bytes is None:
-        on_gpu = any(parameter.device.type == "cuda" for parameter in module.parameters())
-        bucket_bytes = (100 if on_gpu else 25) * MIB
-    small = min(first_bucket_bytes, bucket_bytes)
-    policy = BucketPolicy(bucket_bytes, small, last_bucket_bytes=small)
     problem = _problem_with(module, ignored, dist.get_process_group_ranks(group.process_group))
     if problem is None and precision is not None:
         problem = precision.problem_with(module)
     lowering = Lowering(module, precision) if precision is not None and problem is None else None
+    policy = BucketPolicy() if problem else _policy(module, ignored, bucket_bytes, first_bucket_bytes)
     if init_sync:
         # A rank with a problem of its own tells the others before it raises: they would wait for it otherwise.
         entries = [] if problem else _entries(module, ignored, lowering)
@@ -158,6 +154,16 @@ def _resolve(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | 
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(f"process_group must be a process group that this rank is a member of; got {group!r}")
     return group
+
+
+def _policy(
+    module: nn.Module, ignored: frozenset[str], bucket_bytes: int | None, first_bucket_bytes: int
+) -> BucketPolicy:
+    if bucket_bytes is not None:
+        small = min(first_bucket_bytes, bucket_bytes)
+        return BucketPolicy(bucket_bytes, small, last_bucket_bytes=small)
+    trained = named_trained_parameters(module, ignored.__contains__)
+    return default_policy_for([part_of(parameter) for _, parameter in trained], small_bytes=first_bucket_bytes)
 
 
 def _problem_with(module: nn.Module, ignored: frozenset[str], ranks: Sequence[int]) -> Exception | None:
@@ -246,7 +252,8 @@ class Replica:
             ),
             name=type(module).__name__,
         )
-        _watches[module] = ModuleWatch(module, ignored=ignored.__contains__)
+        watch = _watches[module] = ModuleWatch(module, ignored=ignored.__contains__)
+        self._watch = weakref.ref(watch)
         self.buffers = BufferSync(module, group, buffers, ignored)
         self.reducer.gate = self._synchronises_now
         self.reducer.own_flags = self._flags
@@ -281,7 +288,8 @@ class Replica:
         return not self.no_sync_depth and not self.accumulation
 
     def _synchronises_now(self) -> bool:
-        self._take_over_optimizers()
+        if not self._took_over:
+            self._take_over_optimizers()
         if self.no_sync_depth:
             return False
         if self.accumulation:
@@ -291,14 +299,15 @@ class Replica:
 
     def _take_over_optimizers(self) -> None:
         """Of torch's `_apply_optimizer_in_backward`: looked for in the first pass, as its DDP does in the first forward."""
-        if not self._took_over:
-            self._took_over = True
-            take_over(self.reducer, [slot.parameter for slot in self.reducer.slots])
+        self._took_over = True
+        take_over(self.reducer, [slot.parameter for slot in self.reducer.slots])
 
-    def _flags(self) -> Flag:
-        self._take_over_optimizers()  # also on a rank that takes part without a pass
+    def _flags(self) -> int:
+        if not self._took_over:  # on a rank that takes part without a pass
+            self._take_over_optimizers()
         changed = self.has_changed(all_arrived=self.reducer.all_arrived)
-        return self.buffers.flags() | Flag.CHANGED if changed else self.buffers.flags()
+        flags = self.buffers.flags()
+        return flags | Flag.CHANGED if changed else flags
 
     def has_changed(self, *, all_arrived: bool = False) -> bool:
         """Whether the module's parameters are not those that were agreed on in the last step."""
@@ -306,7 +315,8 @@ class Replica:
         if module is None:
             return False
         in_forward = self.lowering is not None and self.lowering.active  # casts stand in for the parameters
-        return not in_forward and _watches[module].changed(all_arrived=all_arrived)
+        watch = self._watch()
+        return not in_forward and watch is not None and watch.changed(all_arrived=all_arrived)
 
     def _after_change(self, report: Report) -> None:
         """Some rank's parameters are not what was agreed on. All ranks compare, and go on together or not at all."""
@@ -314,7 +324,8 @@ class Replica:
         module = self._module()
         if not changed or module is None:
             return
-        watch = _watches[module]
+        watch = self._watch()
+        assert watch is not None, "it lives as long as the module"
         added = watch.added(module)
         problem = (
             f"parameter {added[0]} was added after replicate(): its gradient would not be averaged. "
@@ -353,12 +364,10 @@ class Replica:
             )
 
     def _say_unused(self, report: Report) -> None:
-        if self.said_unused or report.used is None or self.group.rank != 0:
-            return
-        names = [slot.name for slot in self.reducer.slots if not report.used[slot.index]]
-        if names:
+        unused = self.reducer.stats.unused  # by name: the parameters may have changed since
+        if unused and not self.said_unused and self.group.rank == 0:
             self.said_unused = True
-            logger.info("no rank used these parameters in this step; their gradient stays None: %s", ", ".join(names))
+            logger.info("no rank used these parameters in this step; their gradient stays None: %s", ", ".join(unused))
 
 
 def replica_of(module: nn.Module) -> Replica:

@@ -9,6 +9,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from phalanx.comm.ending import destroy_all_groups
+
 
 @dataclass(frozen=True)
 class World:
@@ -107,4 +109,4 @@ def _default_backend(has_cuda: bool) -> str:
 def shutdown() -> None:
     """Leave the job. Safe to call twice, or without `init`."""
     if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
+        destroy_all_groups()

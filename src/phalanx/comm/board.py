@@ -111,6 +111,7 @@ class Poll:
     """Pauses between looks at the board: short at first, so that a quick peer costs little, then up to 20 ms."""
 
     def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
         self.deadline = time.monotonic() + timeout_s
         self._pause_s = 0.0005
 

@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d
 
 from phalanx.comm.board import Board, Poll
 from phalanx.comm.farewell import say_farewell_on
-from phalanx.comm.group import DoneWork, Group, ReduceKind, Work
+from phalanx.comm.group import DoneWork, Group, ReduceKind, Undertaking, Work
 from phalanx.errors import (
     CollectiveTimeoutError,
     GroupAbortedError,
@@ -93,11 +93,10 @@ def own_group(process_group: dist.ProcessGroup) -> dist.ProcessGroup:
     if process_group.size() == 1:
         return process_group
     ranks = dist.get_process_group_ranks(process_group)
-    backend = str(dist.get_backend_config(process_group)) if hasattr(dist, "get_backend_config") else None
     made = dist.new_group(
         ranks,
         timeout=timedelta(seconds=_timeout_s(process_group)),
-        backend=backend or dist.get_backend(process_group),
+        backend=_backend_name(process_group),
         # Of all ranks, a group has a number of its own; of some, a name made from them, so that only they need to call.
         use_local_synchronization=process_group.size() != dist.get_world_size(),
         group_desc="phalanx.replicate",
@@ -137,7 +136,7 @@ def _timeout_s(process_group: dist.ProcessGroup) -> float:
 
 
 class _C10dWork(Work):
-    def __init__(self, group: C10dGroup, work: Any, what: str, *, on_stream: bool) -> None:
+    def __init__(self, group: C10dGroup, work: Any, what: str, on_stream: bool) -> None:
         self._group = group
         self._work = work
         self._what = what
@@ -185,6 +184,7 @@ class C10dGroup(Group):
         self._backends = _backends_of(process_group)
         self.averages = set(self._backends.values()) <= _AVERAGING_BACKENDS
         self.topics: set[str] = set()
+        self.undertakings: list[Undertaking] = []
         self._aborted: str | None = None
         self._dead_since: dict[int, float] = {}
         self._sums = {kind: _all_reduce_options(op) for kind, op in _OPS.items()}
@@ -194,7 +194,7 @@ class C10dGroup(Group):
         self._serials = ledger.serials
 
     @property
-    def timeout_s(self) -> float:
+    def timeout_s(self) -> float:  # type: ignore[override]  # asked anew each time: `phalanx.set_timeout` may change it
         """How long its collectives wait for a peer."""
         return _timeout_s(self.process_group)
 
@@ -207,10 +207,15 @@ class C10dGroup(Group):
     # -- collectives ---------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: torch.Tensor, kind: ReduceKind = "sum") -> Work:
-        self._check_alive()
+        if self._aborted is not None:
+            self._check_alive()
         if tensor.is_complex():
             tensor = torch.view_as_real(tensor)
-        return self._started(lambda: self.process_group.allreduce([tensor], self._sums[kind]), "all_reduce", tensor)
+        try:  # as `_started`, without its calls: this runs once per bucket, beside a backward pass
+            work = self.process_group.allreduce([tensor], self._sums[kind])
+        except RuntimeError as error:
+            raise self.explain(error, "all_reduce") from error
+        return _C10dWork(self, work, "all_reduce", self.waits_on_streams(tensor.device))
 
     def all_reduce_sparse(self, tensor: torch.Tensor) -> tuple[Work, Callable[[], torch.Tensor]]:
         self._check_alive()
@@ -253,7 +258,7 @@ class C10dGroup(Group):
 
     def _started(self, start: Callable[[], Any], what: str, tensor: torch.Tensor) -> Work:
         try:
-            return _C10dWork(self, start(), what, on_stream=self._backend_for(tensor) in _STREAM_BACKENDS)
+            return _C10dWork(self, start(), what, self.waits_on_streams(tensor.device))
         except RuntimeError as error:
             raise self.explain(error, what) from error
 
@@ -324,7 +329,9 @@ class C10dGroup(Group):
             return
         if poll.expired():
             late = [r for r in range(self.size) if r != self.rank and self._absent(label, r)] or missing
-            reason = f"{_ranks(late)} did not come to {label} within the time-out"
+            reason = (
+                f"{_ranks(late)} did not come within {poll.timeout_s:g} s to where all ranks tell each other: {label}"
+            )
             self.post_failure("", reason)
             raise MismatchError(
                 f"{reason}; every rank must get here, in the same order", rank=self.rank, group=self.name
@@ -395,7 +402,7 @@ class C10dGroup(Group):
                     rank=self.rank,
                     group=self.name,
                 )
-            elif not notice.topic or notice.topic in self.topics:
+            elif not notice.topic or self.is_at(notice.topic):
                 raise PeerFailedError(
                     f"rank {notice.rank} failed: {notice.reason}",
                     failed_ranks=(notice.rank,),
@@ -469,6 +476,15 @@ def _backends_of(process_group: dist.ProcessGroup) -> dict[str, str]:
     if ":" not in config:
         return {"": config.lower()}
     return {device: name for device, _, name in (part.lower().partition(":") for part in config.split(","))}
+
+
+def _backend_name(process_group: dist.ProcessGroup) -> str:
+    """As `new_group` takes it. Where all devices have the same: a group that names it for each warns when it is closed."""
+    config = str(dist.get_backend_config(process_group)) if hasattr(dist, "get_backend_config") else ""
+    names = {part.partition(":")[2] for part in config.split(",")} - {""}
+    if len(names) > 1:
+        return config
+    return names.pop() if names else str(dist.get_backend(process_group))
 
 
 def _store_of(process_group: dist.ProcessGroup) -> dist.Store:

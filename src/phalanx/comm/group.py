@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, Protocol
 
 import torch
 
@@ -67,6 +68,13 @@ class _Chained(Work):
         return self._action is None
 
 
+class Undertaking(Protocol):
+    """What ranks do together, and may fail in."""
+
+    @property
+    def topics(self) -> Iterable[str]: ...
+
+
 class Group(ABC):
     """Ranks that communicate. All collectives must be called by every rank of the group, in the same order."""
 
@@ -77,6 +85,14 @@ class Group(ABC):
     """Whether `all_reduce(…, "avg")` exists and costs no extra pass."""
     topics: set[str]
     """What this rank is at: failures that others post on these topics wake its waits."""
+    undertakings: list[Undertaking]
+    """Likewise, of what has other topics each time: they are asked for when something was posted."""
+    timeout_s: float = math.inf
+    """How long its collectives wait for a peer."""
+
+    def is_at(self, topic: str) -> bool:
+        """Whether this rank is at what others name so."""
+        return topic in self.topics or any(topic in undertaking.topics for undertaking in self.undertakings)
 
     def waits_on_streams(self, device: torch.device) -> bool:
         """Whether waiting for a work on this device makes its current stream wait, and not the host."""

@@ -56,8 +56,9 @@ class CollectiveGuard:
         if self._undo:
             return
         self._thread = threading.get_ident()
-        # Gloo and NCCL share torch's class; a group written in Python has its own.
-        for kind in {type(group) for group in distributed_c10d._world.pg_map}:
+        # Gloo and NCCL share torch's class; a group written in Python has its own. A copy, made at once: a module that the
+        # garbage collector finds, in whichever thread, takes its group out of this table.
+        for kind in {type(group) for group in list(distributed_c10d._world.pg_map)}:
             for name in _COLLECTIVES:
                 if hasattr(kind, name):
                     self._exchange(kind, name)

@@ -17,7 +17,8 @@ from phalanx import events
 from phalanx.errors import ReducerStateError
 from phalanx.reducer import grad_hooks
 from phalanx.reducer.bucket import Bucket, ParameterSlot
-from phalanx.reducer.grad_hooks import BackwardPasses, arriving, current_pass, has_other_hooks
+from phalanx.reducer.grad_hooks import BackwardPasses, current_pass, has_other_hooks, without_grad
+from phalanx.reducer.headroom import find_room, in_use
 from phalanx.reducer.intake import Intake
 from phalanx.reducer.options import Placement, ReducerOptions, ReducerStats
 from phalanx.reducer.planner import Planner
@@ -116,15 +117,14 @@ class Arrivals:
             step.abandon()  # an earlier pass was broken off unnoticed: this one is not part of it
         if step.mode is None:
             step.begin_backward()
-            if self.roll is not None:
-                self.roll.begin(keep=step.mode is Mode.KEEP)
+            self._begin_roll()
         self._passes.enter()
         if slot.parameter.grad is None:
             return
         if step.mode is Mode.KEEP:
             slot.dirty = self._intake.irregular = True
             return
-        with torch.no_grad():
+        with without_grad():
             self._accept(slot)
         if self._pass == _NO_PASS or current_pass() != self._pass:
             # Under create_graph gradients have a graph of their own, which the short way cannot copy from.
@@ -141,6 +141,7 @@ class Arrivals:
         if self._came is not None and slot.seen == 1:
             self._came.append(slot)
             slot.stream = current_stream(bucket.spec.device)
+            slot.in_use = in_use(bucket.spec.device)
         if events.listeners:
             events.emit(events.GradientReady(step.name, step.step, slot.name, bucket.index))
         owned = step.options.placement is Placement.OWNED
@@ -156,8 +157,8 @@ class Arrivals:
             if not bucket.pending:
                 step.bucket_is_full(bucket)
 
-    def _accept_unexpected(self, slot: ParameterSlot) -> None:
-        """More arrivals than earlier passes had."""
+    def _accept_unexpected(self, slot: ParameterSlot, *others: ParameterSlot) -> None:
+        """More arrivals than earlier passes had; where it is not known of which, of one of these."""
         options = self._step.options
         self._intake.irregular = True
         if options.static and self._step.has_learnt:
@@ -166,6 +167,7 @@ class Arrivals:
                 "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, "
                 "but then got used in the second iteration. this is not compatible with static_graph set to True.",
                 slot,
+                *others,
             )
         if slot.seen > 1 and options.placement is not Placement.OWNED:
             if options.static:
@@ -177,26 +179,58 @@ class Arrivals:
                 "by checkpointing the same part twice. `static_graph=True` allows it if the graph never changes, and "
                 "`phalanx.replicate` always does.",
                 slot,
+                *others,
             )
         self._intake.take_late(slot)
 
-    def _refuse(self, message: str, slot: ParameterSlot) -> NoReturn:
+    def _refuse(self, message: str, *slots: ParameterSlot) -> NoReturn:
         step = self._step
-        error = ReducerStateError(message, rank=step.rank, step=step.step, parameters=[slot.name])
+        error = ReducerStateError(message, rank=step.rank, step=step.step, parameters=[slot.name for slot in slots])
         step.on_error(str(error))
         step.abandon()  # not left to the end of the pass: after an error in a hook the engine may keep it for long
         raise error
 
     # -- in runs ---------------------------------------------------------------------------------------------------
 
-    def _take_run(self, run: Run, gradients: list[torch.Tensor]) -> None:
+    def _begin_roll(self) -> None:
+        """A pass has begun. Compiled autograd calls the hooks that it has found to the end of it: all is looked at then."""
+        keeps, in_graph = self._step.mode is Mode.KEEP, grad_hooks.compiler.in_pass()
+        if self.roll is not None and not self.roll.begin(keep=keeps, in_graph=in_graph):
+            self._lose_order()
+
+    def _begin_by(self, parameter: torch.Tensor) -> bool:
+        """One of the roll has come, and no pass is under way on it, or maybe another. False: there is no roll any more."""
+        step = self._step
+        if step.mode is not None and self._passes.is_stale():
+            step.abandon()  # an earlier pass was broken off unnoticed: this one is not part of it
+        if step.mode is None:
+            step.begin_backward()
+        if self.roll is not None and self.roll.is_open:
+            self.roll.trust()
+        else:
+            self._begin_roll()
+        self._passes.enter()
+        if self.roll is not None:
+            return True
+        slot = step.planner.slot_of(parameter)  # the layout has just changed, or the order: and with it the hooks
+        if slot is not None:
+            self.arrive(slot)
+        return False
+
+    def doubt(self) -> None:
+        """An inner pass has ended. What comes next may be another's, if the one around it was broken off."""
+        if self.roll is not None:
+            self.roll.doubt()
+
+    def _take_run(self, run: Run, parameters: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
         """All of a run have come."""
         step = self._step
         try:
-            with torch.no_grad():
-                self._intake.fill_run(run, gradients)
+            with without_grad():
+                self._intake.fill_run(run, parameters, gradients)
         except RuntimeError:  # some gradient is not of the kind that was planned for, say sparse
-            run.taken = False
+            assert self.roll is not None
+            self.roll.put_back(run, parameters)
             self._lose_order()
             return
         for slot in run.slots if events.listeners else ():
@@ -208,19 +242,8 @@ class Arrivals:
 
     def _lose_order(self) -> None:
         """A gradient has come that the roll cannot account for: look at each from here on."""
-        assert self.roll is not None
-        step = self._step
-        if step.mode is None:
-            step.begin_backward()
-            if self.roll is None:  # the layout has just changed, and with it the hooks
-                self.mark_unreduced()
-            else:
-                self.roll.begin(early=arriving(), keep=step.mode is Mode.KEEP)
-        self._passes.enter()
-        if self.roll is not None and step.mode is Mode.SYNC:
-            self.call_the_rest()
-            if self.roll is not None:
-                self.disband()
+        self.call_the_rest()
+        self.disband()
 
     def call_the_rest(self) -> None:
         """The pass is over, or its order lost: look at all that no run has taken in."""
@@ -242,22 +265,16 @@ class Arrivals:
         with torch.no_grad():
             for slot in rest.arrived:
                 self._accept(slot)
-            if rest.repeats > 0:
-                self._accept_repeated(rest.taken)
+            for slot in rest.again:
+                self._accept_repeated(slot)
 
-    def _accept_repeated(self, taken: Sequence[ParameterSlot]) -> None:
-        """Some parameters have come again after a run had taken them in."""
-        if self._step.options.placement is Placement.OWNED:
-            for slot in taken:
-                if slot.parameter.grad is not None:
-                    slot.seen += 1
-                    self._intake.take_late(slot)
-            return
-        again = arriving()
-        for slot in self._step.planner.layout.slots:
-            if slot.parameter is again:
-                slot.seen += 1
-                self._accept_unexpected(slot)
+    def _accept_repeated(self, slot: ParameterSlot) -> None:
+        """One has come again: after a run had taken it in, or while its gradient waited for others, and was added to."""
+        slot.seen += 1
+        if self._step.options.placement is not Placement.OWNED:
+            self._accept_unexpected(slot)
+        elif slot.parameter.grad is not None:
+            self._intake.take_late(slot)
 
     def show_rolled(self) -> None:
         """Let the slots of the roll say what has come for them, as those with a hook of their own do."""
@@ -295,7 +312,8 @@ class Arrivals:
     def end_pass(self) -> None:
         """A pass that reduces its gradients is over."""
         self._pass = _NO_PASS
-        self.call_the_rest()
+        if self.roll is not None:
+            self.call_the_rest()
 
     def forget(self) -> None:
         """The step was broken off: it shows nothing of the graph."""
@@ -331,9 +349,8 @@ class Arrivals:
                 self._record_later()
             return
         self._came_before = None
-        self.roll = RollCall(fit[0], fit[1:], take=self._take_run, lost=self._lose_order)
-        for slot in self.roll.slots:
-            self._step.planner.rehook(slot, self.roll.tick)
+        find_room(fit, kept=self._step.options.placement is Placement.COPY)
+        self.roll = RollCall(fit, first=self._begin_by, take=self._take_run, lost=self._lose_order)
         self.lay_out()
 
     def lay_out(self) -> None:
@@ -342,8 +359,10 @@ class Arrivals:
             return
         layout = self._step.planner.layout
         present = {id(slot) for slot in layout.slots if not slot.bucket.spec.sparse}
-        if all(id(slot) in present for slot in (self.roll.first, *self.roll.slots)):
+        if all(id(slot) in present for slot in self.roll.slots):
             self.roll.lay_out()
+            for slot, hook in self.roll.hooks():
+                self._step.planner.rehook(slot, hook)
             layout.look_at_each(but=self.roll.slots)
         else:
             self.disband()

@@ -19,17 +19,16 @@ _grad = operator.attrgetter("grad")
 
 
 class BucketState(Enum):
+    """In the order in which a bucket goes through them."""
+
+    def __init__(self, shown: str) -> None:
+        self.shown = shown
+        self.place = len(type(self).__members__)
+
     FILLING = "filling"
     READY = "ready"
     IN_FLIGHT = "in flight"
     REDUCED = "reduced"
-
-
-_NEXT = {
-    BucketState.FILLING: BucketState.READY,
-    BucketState.READY: BucketState.IN_FLIGHT,
-    BucketState.IN_FLIGHT: BucketState.REDUCED,
-}
 
 
 class ParameterSlot:
@@ -40,11 +39,13 @@ class ParameterSlot:
         "dirty",
         "expected",
         "hot",
+        "in_use",
         "index",
         "late",
         "left",
         "name",
         "ref",
+        "room",
         "seen",
         "shown",
         "spread",
@@ -71,6 +72,8 @@ class ParameterSlot:
         self.hot = False  # whether the next arrival is the plain case: the first and only one
         self.sticky = False  # was once predicted unused and came all the same: wait for it from now on
         self.stream = 0  # on a GPU: in which its gradient came, when the order of arrival was recorded
+        self.in_use = 0  # and how much memory was then in use
+        self.room = 0  # how far that was below the peak, in bytes
         self.dirty = False  # holds a gradient that no reduction has seen
         self.late: torch.Tensor | None = None  # came after the bucket had left: for a second round
         self.stale: torch.Tensor | None = None  # the gradient that was there before, not of this pass
@@ -130,6 +133,7 @@ class Bucket:
         wire_dtype: torch.dtype | None = None,
     ) -> None:
         self.spec = spec
+        self.index = spec.index
         # Whether the plain arrival may be the short one: on a GPU the stream has to be looked at.
         self.takes_hot = spec.device.type == "cpu" and not spec.sparse
         self.state = BucketState.FILLING
@@ -163,15 +167,11 @@ class Bucket:
             ]
         )
 
-    @property
-    def index(self) -> int:
-        return self.spec.index
-
     def advance(self, to: BucketState) -> None:
         """The one guard: a bucket is filled, then ready, then in flight, then reduced."""
-        if _NEXT.get(self.state) is not to:
+        if to.place != self.state.place + 1:
             raise ReducerStateError(
-                f"a bucket that is {self.state.value} cannot become {to.value}",
+                f"a bucket that is {self.state.shown} cannot become {to.shown}",
                 bucket=self.index,
                 parameters=[slot.name for slot in self.slots],
             )
@@ -185,7 +185,9 @@ class Bucket:
 
     def start_step(self) -> None:
         self.state = BucketState.FILLING
-        self.pending = len(self.slots) - sum(1 for slot in self.individual if slot.left <= 0)
+        self.pending = len(self.slots)
+        if self.individual:
+            self.pending -= sum(slot.left <= 0 for slot in self.individual)
         self.work = None
         self.sparse_sum = None
 

@@ -31,18 +31,19 @@ BucketHook = Callable[[Bucket, torch.Tensor], HookedWork]
 class Carrier:
     """Starts reductions on a group. What it starts, in which order, is the same on every rank."""
 
-    def __init__(self, group: Group, intake: Intake, *, skips_unused: bool, reduces_alone: bool = False) -> None:
-        self.group = group
+    def __init__(self, group: Group, intake: Intake, *, skips_unused: bool) -> None:
         self.hook: BucketHook | None = None
         self.averages = False
         """Whether the group's own reduction divides by its size."""
         self._intake = intake
         self._skips = SkipAgreement() if skips_unused else None
-        self._reduces_alone = reduces_alone
+        self.use(group)
 
-    @property
-    def communicates(self) -> bool:
-        return self.group.size > 1 or self._reduces_alone
+    def use(self, group: Group) -> None:
+        """Start reductions on this group from now on."""
+        self.group = group
+        self.communicates = group.size > 1
+        """Whether collectives are called at all."""
 
     def begin(self, *, divisor: int | None) -> bool:
         """Settle how this step is averaged; returns whether gradients come undivided, to be averaged on the way.

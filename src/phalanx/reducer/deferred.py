@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from phalanx.reducer.unused import ControlBlock, Flag, Report
+from phalanx.reducer.unused import ControlBlock, Report
 
 
 class DeferredReport:
@@ -22,20 +22,20 @@ class DeferredReport:
         self._numbers = torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=self._on_device)
         self._copied = torch.cuda.Event() if self._on_device else None
         self._averaged = False
-        self._flags = Flag(0)
+        self._num_written = 0
 
-    def start(self, tensor: torch.Tensor, *, averaged: bool, flags: Flag) -> None:
-        """Copy behind what is queued on the current stream; `flags` are this rank's, and expected of all."""
-        self._averaged, self._flags = averaged, flags
+    def start(self, tensor: torch.Tensor, *, averaged: bool) -> None:
+        """Copy behind what is queued on the current stream."""
+        self._averaged, self._num_written = averaged, self._control.num_written
         self._numbers.copy_(tensor, non_blocking=self._on_device)
         if self._copied is not None:
             self._copied.record()
 
     def read(self) -> Report | None:
-        """Wait for the copy, which is long over in most cases, and read; None where it says what was expected."""
+        """Wait for the copy, which is long over in most cases, and read; None where no rank has anything to tell."""
         if self._copied is not None:
             self._copied.synchronize()
-        if self._control.says_all_is_well(self._numbers, self._flags, averaged=self._averaged):
+        if self._control.is_usual(self._numbers, self._num_written):
             return None
         return self._control.read(self._numbers, averaged=self._averaged)
 

@@ -20,16 +20,21 @@ import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sized
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 import torch
 from torch.autograd import Variable, graph
+from torch.utils.hooks import RemovableHandle
 
 HookTable = weakref.ref[Sized]
 current_pass: Callable[[], int] = torch._C._current_graph_task_id
 """The engine's number for the pass that runs in this thread; -1 outside of any."""
+
+registrations = RemovableHandle
+"""Its ``next_id`` grows whenever a hook is registered, of whatever kind: while it does not, there is none that is new."""
 
 
 @dataclass
@@ -51,9 +56,16 @@ _compiled_ends: list[weakref.ref[_End]] = []
 class BackwardPasses:
     """Tells when the backward pass in which gradients arrive ends, or breaks off."""
 
-    def __init__(self, *, on_end: Callable[[], None], on_broken: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        *,
+        on_end: Callable[[], None],
+        on_broken: Callable[[], None],
+        on_inner_end: Callable[[], None] = lambda: None,
+    ) -> None:
         self._on_end = on_end
         self._on_broken = on_broken
+        self._on_inner_end = on_inner_end
         self._queued: set[int] = set()
         self._settled = 0  # how many steps were settled: what belongs to an earlier one means nothing any more
         self._inner_depth: int | None = None  # of the inner pass that ended, while its outer node has yet to end
@@ -75,7 +87,10 @@ class BackwardPasses:
         self._inner_depth = None
 
     def is_stale(self) -> bool:
-        """Whether the pass that runs is not part of the one under way, which must then have been broken off."""
+        """Whether the pass that runs is not part of the one under way, which must then have been broken off.
+
+        It can be so only after an inner pass has ended: `on_inner_end` is called then.
+        """
         return self._inner_depth is not None and _depth() < self._inner_depth
 
     def _ended(self, number: int) -> None:
@@ -85,6 +100,7 @@ class BackwardPasses:
             self._on_end()
         else:
             self._inner_depth = _depth()
+            self._on_inner_end()
             _Outer(self, node, self._settled)
 
     def _broke(self, number: int) -> None:
@@ -168,9 +184,12 @@ def compiled_pass_ended() -> None:
             end()
 
 
-def arriving() -> torch.Tensor | None:
-    """In a gradient's hook: the parameter that it is of."""
-    return getattr(torch._C._current_autograd_node(), "variable", None)
+def without_grad() -> AbstractContextManager[Any]:
+    """`torch.no_grad()` where it is needed. In a hook it mostly is not, and asking is cheaper than seeing to it."""
+    return torch.no_grad() if torch.is_grad_enabled() else _as_it_is
+
+
+_as_it_is = nullcontext()
 
 
 def has_other_hooks(parameter: torch.Tensor) -> bool:

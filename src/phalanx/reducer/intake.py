@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 
 import torch
@@ -21,9 +20,13 @@ class Intake:
         """Writes ``(gradient, factor, out=view)``."""
         self.irregular = False
         """Whether some parameter of this step did not arrive once, as it did before: nothing is then taken for granted."""
+        self._begun: tuple[Sequence[Bucket], float] | None = None
 
     def begin(self, buckets: Sequence[Bucket], factor: float) -> None:
         """Multiply with `factor` on the way in."""
+        if self._begun is not None and self._begun[0] is buckets and self._begun[1] == factor:
+            return  # as in the last step
+        self._begun = (buckets, factor)
         self.store = _copy if factor == 1.0 else torch.mul
         for bucket in buckets:
             bucket.multiply_by(factor)
@@ -35,9 +38,7 @@ class Intake:
         assert gradient is not None
         if bucket.spec.sparse:
             return  # a sparse gradient stays where it is until its bucket leaves
-        gradient = gradient.detach()
-        if gradient.is_sparse:
-            gradient = gradient.to_dense()
+        gradient = _dense(gradient)
         if self.placement is Placement.OWNED and slot.seen > 1:
             slot.view.add_(gradient if self.store is _copy else gradient * bucket.scale)
         else:
@@ -48,26 +49,29 @@ class Intake:
         elif self.placement is Placement.VIEW:
             parameter.grad = slot.shown
 
-    def fill_run(self, run: Run, gradients: list[torch.Tensor]) -> None:
+    def fill_run(self, run: Run, parameters: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
         """Put the gradients of a run into their buckets, as one, where none was before."""
+        lies_there = gradients[0] is run.slots[0].shown  # after `zero_grad(set_to_none=False)` most do
         if self.store is _copy:
-            torch._foreach_copy_(run.views, gradients)
+            _copy_all(run.slots, run.views, gradients, some_lie_there=lies_there)
         else:
-            for place in run.large:
-                torch.mul(gradients[place], run.scales[place], out=run.views[place])
+            # What multiplies comes last: if a gradient cannot be copied, all of them are looked at again, one by one.
             if run.small:
                 small = [gradients[place] for place in run.small] if run.large else gradients
-                torch._foreach_copy_(run.small_views, small)
-                for piece, scale in run.pieces:
-                    piece.mul_(scale)
-        for bucket, _ in run.counts:
-            bucket.streams.note()
+                _copy_all(run.small_slots, run.small_views, small, some_lie_there=lies_there)
+            for place in run.large:
+                torch.mul(gradients[place], run.scales[place], out=run.views[place])
+            for piece, scale in run.pieces:
+                piece.mul_(scale)
+        if run.on_gpu:
+            for bucket, _ in run.counts:
+                bucket.streams.note()
         if self.placement is Placement.OWNED:
-            for parameter in map(operator.call, run.refs):
-                parameter.grad = None  # type: ignore[union-attr]  # it has just brought one
-        elif self.placement is Placement.VIEW:
-            for parameter, slot in zip(map(operator.call, run.refs), run.slots, strict=True):
-                parameter.grad = slot.shown  # type: ignore[union-attr]
+            for parameter in parameters:
+                parameter.grad = None
+        elif self.placement is Placement.VIEW:  # communication hooks may look at it
+            for parameter, slot in zip(parameters, run.slots, strict=True):
+                parameter.grad = slot.shown
 
     def take_late(self, slot: ParameterSlot) -> None:
         """One more than was expected: into the bucket if it is still here, else aside, for a second round."""
@@ -77,7 +81,7 @@ class Intake:
         slot.sticky = slot.sticky or slot.seen == 1
         gradient = slot.gradient
         assert gradient is not None
-        gradient = gradient.detach()
+        gradient = gradient.detach() if slot.bucket.spec.sparse else _dense(gradient)
         slot.late = gradient if slot.late is None else slot.late + gradient
         slot.parameter.grad = None
 
@@ -102,7 +106,28 @@ class Intake:
         gradient = slot.parameter.grad
         assert gradient is not None
         slot.stale = gradient.clone() if gradient is slot.shown else gradient
-        self.store(slot.part(slot.stale).detach(), slot.bucket.scale, out=slot.view)
+        self.store(_dense(slot.part(slot.stale)), slot.bucket.scale, out=slot.view)
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    """As a bucket takes it, also where it was planned for another kind."""
+    gradient = gradient.detach()
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def _copy_all(
+    slots: Sequence[ParameterSlot],
+    views: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    *,
+    some_lie_there: bool,
+) -> None:
+    """Copy gradients to their places in buckets, but for those that autograd has added up there."""
+    if some_lie_there:
+        apart = [place for place, slot in enumerate(slots) if gradients[place] is not slot.shown]
+        views, gradients = [views[place] for place in apart], [gradients[place] for place in apart]
+    if gradients:
+        torch._foreach_copy_(views, gradients)
 
 
 def _copy(gradient: torch.Tensor, _: torch.Tensor, *, out: torch.Tensor) -> None:

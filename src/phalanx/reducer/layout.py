@@ -12,7 +12,7 @@ from phalanx.comm.group import Group
 from phalanx.reducer.bucket import Bucket, ParameterSlot, gradients_of
 from phalanx.reducer.deferred import DeferredReport
 from phalanx.reducer.order import LaunchOrder
-from phalanx.reducer.plan import BucketPolicy, ParameterSpec, plan_buckets
+from phalanx.reducer.plan import BucketPolicy, BucketSpec, ParameterSpec, plan_buckets
 from phalanx.reducer.unused import ControlBlock
 
 _data_ptr: Callable[[Any], int] = torch.Tensor.data_ptr
@@ -47,9 +47,6 @@ class Layout:
         self.order = list(order)
         self.pointers = self.current_pointers()
         planned = plan_buckets(self.specs, order, policy, from_the_end=from_the_end)
-        self.control = ControlBlock(
-            num_parameters=len(self.slots), num_buckets=len(planned), rank=group.rank, size=group.size
-        )
         self.rides = (
             control_in_tail
             and wire_dtype is None  # a cast would round it
@@ -57,36 +54,53 @@ class Layout:
             and planned[-1].dtype in _CARRIES_CONTROL
             and not planned[-1].sparse
         )
-        self.buckets: list[Bucket] = []
-        for spec in planned:
-            num_extra = self.control.length if self.rides and spec is planned[-1] else 0
-            bucket = Bucket(spec, self.specs, group, num_extra=num_extra, wire_dtype=wire_dtype)
-            bucket.slots = [self.slots[index] for index in spec.parameters]
-            for slot, index in zip(bucket.slots, spec.parameters, strict=True):
-                slot.index = index
-            for place, slot in enumerate(bucket.slots):
-                slot.bucket = bucket
-                slot.shown = _NOTHING
-                # Where the others learn too late of a gradient that came after its bucket had left, none is guessed unused.
-                slot.sticky = slot.sticky or group.waits_on_streams(spec.device)
-                if not spec.sparse:
-                    slot.view = bucket.views[place]
-                    slot.shown = slot.show()
-            self.buckets.append(bucket)
+        self.control = ControlBlock(
+            num_parameters=len(self.slots),
+            num_buckets=len(planned),
+            rank=group.rank,
+            size=group.size,
+            dtype=planned[-1].dtype if self.rides else torch.float32,
+        )
+        self.buckets = [
+            self._make_bucket(
+                spec,
+                group,
+                num_extra=self.control.length if self.rides and spec is planned[-1] else 0,
+                wire_dtype=wire_dtype,
+            )
+            for spec in planned
+        ]
         device = planned[-1].device if planned else torch.device("cpu")
         tail = self.buckets[-1].tail if self.rides else None
         self.control_tensor = (
-            tail if tail is not None else torch.zeros(self.control.length, dtype=torch.float32, device=device)
+            tail if tail is not None else torch.zeros(self.control.length, dtype=self.control.dtype, device=device)
         )
         self.on_streams = group.waits_on_streams(device)
         self.deferred = DeferredReport(self.control, self.control_tensor) if self.on_streams else None
         self.launches = LaunchOrder(len(self.buckets))
+        self.has_sparse = any(spec.sparse for spec in planned)
         self._dense = [slot for slot in self.slots if not slot.bucket.spec.sparse]
         self._dense_refs = [slot.ref for slot in self._dense]
         self._shown = [slot.shown for slot in self._dense]
         self._shown_parts = [slot.part(slot.shown) for slot in self._dense]
         self._addresses = list(map(_data_ptr, self._shown_parts))
         self.look_at_each()
+
+    def _make_bucket(self, spec: BucketSpec, group: Group, *, num_extra: int, wire_dtype: torch.dtype | None) -> Bucket:
+        """A bucket with its slots in their places."""
+        bucket = Bucket(spec, self.specs, group, num_extra=num_extra, wire_dtype=wire_dtype)
+        bucket.slots = [self.slots[index] for index in spec.parameters]
+        # Where the others learn too late of a gradient that came after its bucket had left, none is guessed unused.
+        waits_for_all = group.waits_on_streams(spec.device)
+        for place, (slot, index) in enumerate(zip(bucket.slots, spec.parameters, strict=True)):
+            slot.index = index
+            slot.bucket = bucket
+            slot.shown = _NOTHING
+            slot.sticky = slot.sticky or waits_for_all
+            if not spec.sparse:
+                slot.view = bucket.views[place]
+                slot.shown = slot.show()
+        return bucket
 
     def look_at_each(self, *, but: Sequence[ParameterSlot] = ()) -> None:
         """Expect slots to say what has come for them, but for those that are looked at in runs."""

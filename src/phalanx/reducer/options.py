@@ -38,8 +38,6 @@ class ReducerOptions:
     """Every pass has the same arrivals as the first; the first is reduced when it is over."""
     skip_unused_buckets: bool = False
     """Do not reduce a bucket of which nothing arrived. All ranks must then use the same parameters in every step."""
-    reduce_alone: bool = False
-    """Run collectives also where the group has one rank: to measure on one device what they cost the host."""
     wire_dtype: torch.dtype | None = None
     """Dense floating gradients are summed in this dtype; a bucket hook, where there is one, gets them as they are."""
 
@@ -66,6 +64,8 @@ class ReducerStats:
     num_plans: int = 0
     used_by: list[int] | None = None
     """By parameter, how many ranks used it in the last step; None where all used all."""
+    unused: tuple[str, ...] = ()
+    """What no rank used in the last step."""
     buckets_launched: int = 0
     """In the last step."""
     graph_is_static: bool = True

@@ -59,6 +59,11 @@ class BucketPolicy:
     last_bucket_bytes: int = 0
     """If positive: what arrives last, up to this size, travels by itself. Nothing is left to hide the last reduction
     behind, so the less is in it the better."""
+    alone_bytes: int = 0
+    """If positive: a gradient of at least this size travels by itself, so that none has to wait for it."""
+    least_bytes: int = 0
+    """What is left over at the end, if less than this, is not worth a collective of its own. It goes with the last bucket
+    before it, or with a large gradient that comes later than that one is full."""
 
     def __post_init__(self) -> None:
         for cap in (self.bucket_bytes, self.first_bucket_bytes, *self.per_bucket_bytes):
@@ -69,6 +74,30 @@ class BucketPolicy:
         if self.per_bucket_bytes:
             return self.per_bucket_bytes[min(number, len(self.per_bucket_bytes) - 1)]
         return self.first_bucket_bytes if number == 0 else self.bucket_bytes
+
+
+def default_policy(device_type: str, total_bytes: int, *, small_bytes: int = MIB) -> BucketPolicy:
+    """For gradients of this size in all: on the CPU buckets of 25 MiB and a small first one, to start early, as in torch.
+
+    On a GPU, whose links are fast, it is the host that a collective costs most: a third of all, at most 160 MiB, so that
+    few are started and only the last third has nothing left to hide behind; what is as large as half of that is alone.
+    A small first one would be a start more for a hundredth of what there is to send, and so would one for a rest. A small
+    last one, on either, lets what comes before it leave while the first layers are under way, which is long in a conv net.
+    """
+    if device_type == "cpu":
+        cap = 25 * MIB
+        small = min(small_bytes, cap)
+        return BucketPolicy(cap, small, last_bucket_bytes=small)
+    cap = min(max(25 * MIB, total_bytes // 3), 160 * MIB)
+    last = min(small_bytes, cap)
+    return BucketPolicy(cap, cap, last_bucket_bytes=last, alone_bytes=cap // 2, least_bytes=cap // 4)
+
+
+def default_policy_for(parts: Sequence[torch.Tensor], *, small_bytes: int = MIB) -> BucketPolicy:
+    """For the gradients of these, which are what this rank holds of its parameters."""
+    kinds = {part.device.type for part in parts} - {"cpu"}
+    total = sum(part.numel() * part.element_size() for part in parts)
+    return default_policy(kinds.pop() if kinds else "cpu", total, small_bytes=small_bytes)
 
 
 @dataclass(frozen=True)
@@ -102,26 +131,51 @@ def plan_buckets(
     if sorted(order) != list(range(len(specs))):
         raise ValueError(f"order must name each of the {len(specs)} parameters once, got {list(order)}")
     position = {index: place for place, index in enumerate(order)}
-    closed: list[list[int]] = []
-    open_buckets: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    num_closed: dict[tuple[torch.dtype, torch.device], int] = {}
+    kinds: dict[_Kind, list[list[int]]] = {}  # the last of each is still open
+    sizes: dict[_Kind, int] = {}  # of that one
+    alone: list[list[int]] = []
     for index in reversed(order) if from_the_end else order:
         spec = specs[index]
-        if spec.sparse:
-            closed.append([index])
+        if spec.sparse or 0 < policy.alone_bytes <= spec.num_bytes:
+            alone.append([index])
             continue
-        key = (spec.dtype, spec.device)
-        members = open_buckets.setdefault(key, [])
-        members.append(index)
-        number = num_closed.get(key, 0)
-        if sum(specs[member].num_bytes for member in members) >= policy.cap(number):
-            closed.append(open_buckets.pop(key))
-            num_closed[key] = number + 1
-    closed.extend(open_buckets.values())
-    closed.sort(key=lambda members: max(position[member] for member in members))
-    if policy.last_bucket_bytes and not from_the_end:
+        key = _kind(spec)
+        of_kind = kinds.setdefault(key, [[]])
+        of_kind[-1].append(index)
+        sizes[key] = sizes.get(key, 0) + spec.num_bytes
+        if sizes[key] >= policy.cap(len(of_kind) - 1):
+            of_kind.append([])
+            sizes[key] = 0
+
+    def full_at(members: list[int]) -> int:
+        return max(position[member] for member in members)
+
+    closed = list(alone)
+    for key, of_kind in kinds.items():
+        rest = of_kind.pop()
+        host = None
+        if rest and sizes[key] < policy.least_bytes and not from_the_end:
+            since = full_at(of_kind[-1]) if of_kind else position[rest[0]]
+            later = [large for large in alone if _kind(specs[large[0]]) == key and full_at(large) > since]
+            host = max(of_kind[-1:] + later, key=full_at, default=None)
+        if host is not None:
+            host[:] = sorted(host + rest, key=position.__getitem__)
+        elif rest:
+            of_kind.append(rest)
+        closed += of_kind
+    closed.sort(key=full_at)
+    if policy.last_bucket_bytes and not from_the_end and closed:
         closed[-1:] = _without_last(closed[-1], specs, policy.last_bucket_bytes)
+        closed.sort(key=full_at)  # what is left of it may be full before one that is alone
     return tuple(_lay_out(number, members, specs) for number, members in enumerate(closed))
+
+
+_Kind = tuple[torch.dtype, torch.device, bool]
+
+
+def _kind(spec: ParameterSpec) -> _Kind:
+    """What the gradients of a bucket have in common."""
+    return spec.dtype, spec.device, spec.sparse
 
 
 def _without_last(members: list[int], specs: Sequence[ParameterSpec], last_bytes: int) -> list[list[int]]:

@@ -41,13 +41,14 @@ class Planner:
         self._on_plan = on_plan
         self._slots: dict[int, ParameterSlot] = {}
         self._hooks: dict[int, GradientHook] = {}
-        self._agreeing: tuple[Work, torch.Tensor] | None = None
+        self.agreeing: tuple[Work, torch.Tensor] | None = None
+        """Rank 0's order on its way here, to be applied before the next step."""
 
     # -- laying out ------------------------------------------------------------------------------------------------
 
     def start(self, named: Named, sparse: Sequence[bool], reason: str) -> None:
         """Plan for what is known at first: gradients arrive in reverse order of registration."""
-        self._agreeing = None
+        self.agreeing = None
         self.arrivals = []
         self.has_replanned = False
         first = self.options.first_policy
@@ -126,6 +127,9 @@ class Planner:
                 slot = self._slots[id(parameter)] = ParameterSlot(index, name, parameter)
                 self._hooks[id(parameter)] = GradientHook(parameter, self._make_hook(slot))
 
+    def slot_of(self, parameter: torch.Tensor) -> ParameterSlot | None:
+        return self._slots.get(id(parameter))
+
     def rehook(self, slot: ParameterSlot, hook: Callable[[torch.Tensor], None] | None = None) -> None:
         """Give a parameter another hook; its own again where none is given. One that was let go gets none."""
         known = self._hooks.get(id(slot.ref()))
@@ -144,8 +148,8 @@ class Planner:
         place = {id(parameter): index for index, parameter in enumerate(parameters)}
         known = [self.layout.slots[index].ref() for index in self.layout.order]
         order = [place[id(parameter)] for parameter in known if id(parameter) in place]
-        if self._agreeing is not None:  # agreed on, but for parameters that are no longer the same
-            (work, _), self._agreeing = self._agreeing, None
+        if self.agreeing is not None:  # agreed on, but for parameters that are no longer the same
+            (work, _), self.agreeing = self.agreeing, None
             work.wait()
             self.arrivals = []
         if len(order) == len(parameters):
@@ -159,19 +163,19 @@ class Planner:
             return
         seen, self.arrivals = self.arrivals, None
         self.arrival_order = seen
-        if not self.options.replan or self._agreeing is not None:
+        if not self.options.replan or self.agreeing is not None:
             return
         arrived = set(seen)
         order = seen + [index for index in self.layout.order if index not in arrived]
         tensor = torch.tensor(order, dtype=torch.int64, device=self.layout.buckets[0].spec.device)
         work = self.group.broadcast(tensor, 0) if self.group.size > 1 else DoneWork()
-        self._agreeing = (work, tensor)
+        self.agreeing = (work, tensor)
 
     def apply_agreed_order(self) -> None:
         """Before the second step: plan by that order."""
-        if self._agreeing is None:
+        if self.agreeing is None:
             return
-        (work, tensor), self._agreeing = self._agreeing, None
+        (work, tensor), self.agreeing = self.agreeing, None
         work.wait()
         self.replan(order=[int(index) for index in tensor.tolist()], reason="the order in which gradients arrived")
         self.has_replanned = True

@@ -64,7 +64,7 @@ class Reducer:
         """Asked when a pass begins: False keeps its gradients local, to be reduced by a later pass."""
         self.hold: Callable[[], bool] = lambda: False
         """Asked when a bucket is full: True keeps it until `launch_ready`, or to the end of the pass."""
-        self.own_flags: Callable[[], Flag] = lambda: Flag(0)
+        self.own_flags: Callable[[], int] = lambda: Flag.NONE
         """Asked at the end of a pass: what else this rank has to tell the others."""
         self.before_step: Callable[[], None] | None = None
         """Called on every rank before a step's first collective: may use the group, and raise instead of the step."""
@@ -78,37 +78,32 @@ class Reducer:
         """What the sum is divided by, where that is not the number of ranks."""
         self.graph_changed = False
         """A static graph was found to have changed: nothing can be right any more."""
-        self._serial = group.next_serial()
+        self.layout: Layout
+        self.slots: list[ParameterSlot]
+        self.buckets: list[Bucket]
+        self.label = ""
+        """The module, as ranks name it to each other: alike on all of them, and no other's in this group."""
+        self._name_in(group)
         self.weighting = Weighting(group.size)
         self.mode: Mode | None = None
+        self._overlaps = False  # whether buckets leave in this step as soon as they are full
         self._learnt = False  # whether a step went through: one that was broken off shows nothing of the graph
         self._standing = Standing(group)
         self._reports = Reports()
-        self._passes = BackwardPasses(on_end=self._end_of_backward, on_broken=self.abandon)
+        self._passes = BackwardPasses(
+            on_end=self._end_of_backward, on_broken=self.abandon, on_inner_end=self._end_of_inner_pass
+        )
         self._intake = Intake(self.options.placement)
         self._carrier = Carrier(
             group,
             self._intake,
             skips_unused=self.options.skip_unused_buckets,
-            reduces_alone=self.options.reduce_alone,
         )
         self.arrivals = Arrivals(self, self._intake, self._passes)
         self.planner = Planner(group, self.options, make_hook=self.arrivals.make_hook, on_plan=self._planned)
         self.planner.start(named_parameters, sparse or [False] * len(named_parameters), "construction")
 
     # -- what it is made of ----------------------------------------------------------------------------------------
-
-    @property
-    def layout(self) -> Layout:
-        return self.planner.layout
-
-    @property
-    def slots(self) -> list[ParameterSlot]:
-        return self.planner.layout.slots
-
-    @property
-    def buckets(self) -> list[Bucket]:
-        return self.planner.layout.buckets
 
     @property
     def bucket_hook(self) -> BucketHook | None:
@@ -134,21 +129,25 @@ class Reducer:
         return self.stats.steps + 1
 
     @property
-    def label(self) -> str:
-        """The module, as ranks name it to each other: alike on all of them, and no other's in this group."""
-        return f"{self.name} ({self._serial})"
-
-    @property
     def topic(self) -> str:
         """The step under way, as ranks name it to each other."""
         return f"step {self.step} of {self.label}"
+
+    @property
+    def topics(self) -> tuple[str, str]:
+        return self.topic, self._plan_topic
 
     @property
     def _plan_topic(self) -> str:
         """The step under way with the buckets as they are, for a rank whose parameters no longer fit them."""
         return f"{self.topic}, laid out by plan {self.stats.num_plans}"
 
+    def _name_in(self, group: Group) -> None:
+        self.label = f"{self.name} ({group.next_serial()})"
+
     def _planned(self, reason: str) -> None:
+        self.layout = self.planner.layout
+        self.slots, self.buckets = self.layout.slots, self.layout.buckets
         self.stats.num_plans += 1
         self.arrivals.lay_out()
         self._spans = StepSpans(self.name, self.buckets)
@@ -171,8 +170,9 @@ class Reducer:
         self.reset()
         self._standing.begin_anew(group)
         self.planner.let_go()
-        self.group = self.planner.group = self._carrier.group = group
-        self._serial = group.next_serial()
+        self.group = self.planner.group = group
+        self._carrier.use(group)
+        self._name_in(group)
         self._reports.forget()
         self.weighting.begin_anew(group.size)
         self.planner.start_over("a new group")
@@ -197,6 +197,10 @@ class Reducer:
             self.planner.let_go()
             self.planner.start_over("a hook was registered")
 
+    def communicate_alone(self) -> None:
+        """Call the collectives also where the group has one rank: to measure on one device what they cost the host."""
+        self._carrier.communicates = True
+
     def remove_hooks(self) -> None:
         self.planner.remove_hooks()
 
@@ -212,7 +216,7 @@ class Reducer:
     def bucket_is_full(self, bucket: Bucket) -> None:
         """All that a bucket waits for has come."""
         self.layout.launches.mark_ready(bucket.index)
-        if not self._static_first and not self._first_on_streams and not self.hold():
+        if self._overlaps and not self.hold():
             self._launch()
 
     def enter_pass(self) -> None:
@@ -227,9 +231,13 @@ class Reducer:
 
     # -- the step --------------------------------------------------------------------------------------------------
 
+    # What runs in every step is written with few calls: it runs once, where forward and backward have left the caches to
+    # something else, and each function that is called there for the first time since costs as much as twenty warm ones.
+
     def begin_backward(self) -> None:
         """The first gradient of a pass: decide what this pass does, and get the buckets ready."""
-        self._standing.check()
+        if not self._standing.is_clear:
+            self._standing.check()
         if self.gate():
             self._begin_step()
         else:
@@ -237,18 +245,21 @@ class Reducer:
             self.stats.kept += 1
 
     def _begin_step(self) -> None:
-        if self.weighting.mine.given or self.before_step is not None:
+        weighting = self.weighting
+        if weighting.mine.given or self.before_step is not None:
             self._refuse_capture()
-        report = self._reports.read_awaited(self.layout, self.group, step=self.step)
-        if report is not None:
-            self.on_change(report)
+        if self._reports.awaited is not None:
+            report = self._reports.read_awaited(self.layout, self.group, step=self.step)
+            if report is not None:
+                self.on_change(report)
         if self.before_step is not None:
             self.before_step()
         try:
-            self._standing.rejoin(self.step)
-            self._standing.drain()
+            if not self._standing.is_clear:
+                self._standing.settle(self.step)
             change = self.layout.first_change()
-            self.planner.apply_agreed_order()
+            if self.planner.agreeing is not None:
+                self.planner.apply_agreed_order()
             if change is not None:
                 self._replan_for_new_layout(change)
         except PhalanxError as error:  # in what all ranks do here: there are no buckets to go on with
@@ -256,9 +267,12 @@ class Reducer:
             raise
         self.mode = Mode.SYNC
         undivided = self._carrier.begin(divisor=self.divisor)
-        factor = self.weighting.factor
+        factor = weighting.factor if weighting.mine.given else 1.0
         self._intake.begin(self.buckets, factor if undivided else factor / (self.divisor or self.group.size))
         self.layout.start_step(certain=self.options.static and self._learnt)
+        # Before it is known how often gradients come: a static graph is reduced when its first pass is over; and where
+        # waits are on streams the others could not be told in time of one too many.
+        self._overlaps = self._learnt or not (self.options.static or self.layout.on_streams)
         self.arrivals.begin_step()
         self.stats.buckets_launched = 0
         self.stats.times.first_gradient_ns = time.perf_counter_ns()
@@ -273,27 +287,28 @@ class Reducer:
         elif self.mode is Mode.SYNC:
             self.stats.times.backward_end_ns = time.perf_counter_ns()
             self.arrivals.end_pass()
-            if not self.options.settle_unused and not self._static_first and not self.layout.launches.all_ready:
+            if not (self.options.settle_unused or self.layout.launches.all_ready or self._static_first):
                 self.arrivals.disband()
                 return  # torch's contract: a later pass may complete it, or the next forward raises
             self._complete_step()
 
-    @property
-    def _first_on_streams(self) -> bool:
-        """How often gradients come is not known yet, and the others could not be told in time of one too many."""
-        return self.layout.on_streams and not self._learnt
+    def _end_of_inner_pass(self) -> None:
+        self.arrivals.doubt()
 
     @property
     def _static_first(self) -> bool:
         return self.options.static and not self._learnt
 
     def _complete_step(self) -> None:
-        with torch.no_grad(), self._spans.finalize:
-            topics = {self.topic, self._plan_topic}
-            self.group.topics |= topics  # only while waiting: a step that stays open must not catch later notices
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self._complete_step()
+            return
+        with self._spans.finalize:
+            self.group.undertakings.append(self)  # only now: a step that stays open must not catch later notices
             try:
                 self._settle()
-                report = self._finalize(self._launch_rest(Flag(0)))
+                report = self._finalize(self._launch_rest(Flag.NONE))
             except PhalanxError as error:
                 if self.mode is not None:
                     if self._carrier.hook is not None and isinstance(error, PeerFailedError):
@@ -306,9 +321,9 @@ class Reducer:
                 self._fail_in_bucket_hook(error)
                 raise
             finally:
-                self.group.topics -= topics
+                self.group.undertakings.remove(self)
             try:
-                if report.ranks_with(Flag.CHANGED):
+                if report.has(Flag.CHANGED):
                     self.on_change(report)
                 for action in self.on_report:
                     action(report)
@@ -324,7 +339,8 @@ class Reducer:
         """
         if self.mode is Mode.SYNC:
             self.abandon() if self.options.settle_unused else self.reset()
-        self._standing.check()
+        if not self._standing.is_clear:
+            self._standing.check()
         self.arrivals.mark_unreduced()
         self.arrivals.expect_nothing()
         with torch.no_grad():
@@ -378,6 +394,8 @@ class Reducer:
         self._standing.drain_later(bucket.work for bucket in self.buckets if bucket.work is not None)
         for bucket in self.buckets:
             bucket.work = None
+        for slot in self.slots:  # what it had set aside is of that step alone
+            slot.late = slot.stale = None
         self.mode = None
         self.arrivals.forget()
         self.weighting.mine.clear()
@@ -460,7 +478,7 @@ class Reducer:
 
     def _settle(self) -> None:
         """The pass is over: whatever has not arrived will not."""
-        fills_now = self._static_first and self.options.placement is not Placement.OWNED
+        fills_now = not self._learnt and self._static_first and self.options.placement is not Placement.OWNED
         for bucket in self.buckets:
             if bucket.state is not BucketState.FILLING:
                 continue
@@ -493,24 +511,22 @@ class Reducer:
         if events.listeners:
             events.emit(events.BucketLaunched(self.name, self.step, bucket.index, bucket.spec.num_bytes))
 
-    def _launch_rest(self, flags: Flag) -> list[Work]:
+    def _launch_rest(self, flags: int) -> list[Work]:
         """Launch everything that is left, with this rank's report in the last bucket's tail or behind it."""
-        layout = self.layout
-        flags |= self.own_flags() | self.weighting.flags
+        layout, weighting = self.layout, self.weighting
+        flags |= self.own_flags()
+        if not weighting.is_plain:
+            flags |= weighting.flags
         if flags & Flag.FAILED:
             for bucket in self.buckets:
                 if bucket.state is BucketState.FILLING:
                     layout.launches.mark_ready(bucket.index)
         if not layout.rides:
             self._launch(backward_is_over=True)
-        used, late = None, []
-        if self._intake.irregular or flags & Flag.FAILED:
-            self.arrivals.show_rolled()
-            used = None if all(slot.seen for slot in layout.slots) else [slot.seen > 0 for slot in layout.slots]
-            late = [bucket.index for bucket in self.buckets if any(slot.late is not None for slot in bucket.slots)]
-        self._reports.say(layout, used=used, late=late, weight=self.weighting.told, flags=flags)
-        if late and layout.on_streams:
-            self._refuse_late(late)
+        if flags or self._intake.irregular:
+            self._say(flags)
+        else:
+            self._reports.say_nothing(layout)
         if self._must_read_now:
             self._refuse_capture()
         if self._carrier.communicates:
@@ -518,40 +534,52 @@ class Reducer:
         if layout.rides:
             self._launch(backward_is_over=True)
         works = [bucket.work for bucket in self.buckets if bucket.work is not None]
-        return works + self._carrier.launch_control(layout)
+        return works if layout.rides else works + self._carrier.launch_control(layout)
+
+    def _say(self, flags: int) -> None:
+        """Settle what this rank has to tell the others of this step."""
+        used, late = None, []
+        if self._intake.irregular or flags & Flag.FAILED:
+            self.arrivals.show_rolled()
+            used = None if all(slot.seen for slot in self.slots) else [slot.seen > 0 for slot in self.slots]
+            late = [bucket.index for bucket in self.buckets if any(slot.late is not None for slot in bucket.slots)]
+        self._reports.say(self.layout, used=used, late=late, weight=self.weighting.told, flags=flags)
+        if late and self.layout.on_streams:
+            self._refuse_late(late)
 
     # -- finalizing ------------------------------------------------------------------------------------------------
 
     def _finalize(self, works: list[Work]) -> Report:
         """Wait for all reductions, read the report, and hand the averages out."""
         waited_s = self._wait_for(works)
-        layout = self.layout
-        averaged = layout.rides and self._carrier.averages and self.group.size > 1
-        report = self._reports.read(
-            layout, communicates=self._carrier.communicates, averaged=averaged, now=self._must_read_now
-        )
-        self._raise_for(report)
-        for bucket in self.buckets:
+        layout, carrier, stats = self.layout, self._carrier, self.stats
+        averaged = layout.rides and carrier.averages and self.group.size > 1
+        now = layout.deferred is None or self._must_read_now
+        report = self._reports.read(layout, communicates=carrier.communicates, averaged=averaged, now=now)
+        if report is not layout.control.nothing:
+            self._raise_for(report)
+        for bucket in self.buckets if layout.has_sparse else ():
             if bucket.sparse_sum is not None:  # taken back in handing out, where no rank used it
                 bucket.slots[0].parameter.grad = bucket.sparse_sum()
         for index in report.late:
-            self._carrier.second_round(self.buckets[index])
-        factor = self.weighting.settle(report, divisor=self.divisor, averages_over_all=self._carrier.hook is not None)
+            carrier.second_round(self.buckets[index])
+        factor = self.weighting.settle(report, divisor=self.divisor, averages_over_all=carrier.hook is not None)
         if factor != 1.0:
             rescale(self.buckets, factor)
-        unused = hand_out(layout, self.options.placement, report.used)
+        unused = stats.unused = hand_out(layout, self.options.placement, report.used)
         self._learn()
-        self.stats.steps += 1
-        self.stats.waited_s += waited_s
-        self.stats.times.finalized_ns = time.perf_counter_ns()
-        self.stats.used_by = report.used
+        stats.steps += 1
+        stats.waited_s += waited_s
+        stats.times.finalized_ns = time.perf_counter_ns()
+        stats.used_by = report.used
         self.mode = None
-        self.weighting.mine.clear()
+        if self.weighting.mine.given:
+            self.weighting.mine.clear()
         self._passes.forget()
         for bucket in self.buckets:
             bucket.work, bucket.finished = None, bucket.work
         if events.listeners:
-            events.emit(events.StepFinalized(self.name, self.stats.steps, waited_s, unused))
+            events.emit(events.StepFinalized(self.name, stats.steps, waited_s, unused))
         return report
 
     @property
@@ -586,6 +614,8 @@ class Reducer:
         return time.perf_counter() - began
 
     def _raise_for(self, report: Report) -> None:
+        if not report.has(Flag.FAILED | Flag.WEIGHTED):
+            return
         failed = report.ranks_with(Flag.FAILED)
         if failed:
             cause = self.group.failure_of(failed[0], self.topic)
@@ -606,4 +636,5 @@ class Reducer:
         self._intake.irregular = False
         self._learnt = self._learnt or not shadows
         self.arrivals.learn(from_this_step=not shadows)
-        self.planner.agree_on_order()
+        if self.planner.arrivals is not None:
+            self.planner.agree_on_order()

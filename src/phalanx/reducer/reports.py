@@ -17,48 +17,52 @@ class Reports:
 
     def __init__(self) -> None:
         self._said = Report(None, [], [], [])
-        self._awaited: DeferredReport | None = None
+        self.is_usual = True
+        """Whether this rank has nothing to tell of this step but that all went well."""
+        self.awaited: DeferredReport | None = None
+        """Of the last step, where it is still to be read."""
         self._hindsight: PhalanxError | None = None
 
     def say(
-        self, layout: Layout, *, used: Sequence[bool] | None, late: Sequence[int], weight: float, flags: Flag
+        self, layout: Layout, *, used: Sequence[bool] | None, late: Sequence[int], weight: float, flags: int
     ) -> None:
         """Settle what this rank has to tell; `write` puts it where it travels."""
+        if used is None and not late and weight == 1.0 and not flags:
+            self.say_nothing(layout)
+            return
         self._said = layout.control.alone(used=used, late=late, weight=weight, flags=flags)
+        self.is_usual = used is None and not late and weight == 1.0 and not flags & ~Flag.EVALUATING
 
-    @property
-    def is_usual(self) -> bool:
-        """Whether this rank has nothing to tell but that all went well."""
-        said = self._said
-        return said.used is None and not said.late and not said.flags[0] & ~Flag.TRAINING and said.weights[0] == 1.0
+    def say_nothing(self, layout: Layout) -> None:
+        """All went well: what is said in most steps."""
+        self._said = layout.control.nothing_alone
+        self.is_usual = True
 
     def write(self, layout: Layout) -> None:
-        said = self._said
+        said, control, tensor = self._said, layout.control, layout.control_tensor
+        if layout.on_streams and is_capturing(tensor.device):
+            control.note_capture()
+        if said is control.nothing_alone:
+            control.write_nothing(tensor)
+            return
         used = None if said.used is None else [bool(one) for one in said.used]
-        layout.control.write(
-            layout.control_tensor, used=used, late=said.late, weight=said.weights[0], flags=said.flags[0]
-        )
+        control.write(tensor, used=used, late=said.late, weight=said.weights[0], flags=said.flags[0])
 
     def read(self, layout: Layout, *, communicates: bool, averaged: bool, now: bool) -> Report:
         """What all ranks have to say of this step; or what this rank expects them to, where reading can wait."""
         said = self._said
         if not communicates:
             return said
-        if layout.deferred is None or now:
-            control, tensor, flags = layout.control, layout.control_tensor, said.flags[0]
-            if tensor.is_cpu and control.says_all_is_well(tensor, flags, averaged=averaged):
-                return control.expected(flags)
+        if now or layout.deferred is None:
+            control, tensor = layout.control, layout.control_tensor
+            if tensor.is_cpu and control.is_usual(tensor, control.num_written):
+                return control.nothing
             return control.read(tensor, averaged=averaged)
         if not is_capturing(layout.control_tensor.device):
-            layout.deferred.start(layout.control_tensor, averaged=averaged, flags=said.flags[0])
-            self._awaited = layout.deferred
+            layout.deferred.start(layout.control_tensor, averaged=averaged)
+            self.awaited = layout.deferred
         # Whether the others' modules train is not known: then buffers are synchronised in any case, alike on all.
-        return layout.control.expected(said.flags[0] | Flag.TRAINING)
-
-    @property
-    def awaits(self) -> bool:
-        """Whether the last step's report is still to be read."""
-        return self._awaited is not None
+        return layout.control.expected(said.flags[0] & ~Flag.EVALUATING)
 
     def read_awaited(self, layout: Layout, group: Group, *, step: int) -> Report | None:
         """Before a step sends anything: what the others had to say of the last one, where this rank has gone on.
@@ -67,9 +71,9 @@ class Reports:
         raised now, this rank would send nothing, and the others, who have known since the last step, would add up their
         gradients of this one with this rank's of the next.
         """
-        if self._awaited is None or is_capturing(layout.control_tensor.device):
+        if self.awaited is None or is_capturing(layout.control_tensor.device):
             return None
-        awaited, self._awaited = self._awaited, None
+        awaited, self.awaited = self.awaited, None
         report = awaited.read()
         if report is None:
             return None
@@ -94,4 +98,4 @@ class Reports:
 
     def forget(self) -> None:
         """Another group: what the old one's ranks had to say may never be there to read."""
-        self._awaited = self._hindsight = None
+        self.awaited = self._hindsight = None

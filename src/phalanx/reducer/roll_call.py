@@ -1,31 +1,34 @@
-"""Roll call: most gradients are only counted, and looked at in runs.
+"""Roll call: most gradients are only noted down as they come, and looked at in runs.
 
-Once a pass has shown in which order gradients arrive, the hook of most parameters becomes one and the same C function:
-it takes the next entry off a schedule and calls it. Nearly all entries do nothing. At the end of a run stands a call that
-looks whether all of the run have come, and takes them in together. That they have is proven, not assumed: when the pass
-began there was no gradient of theirs (or its version was noted), now there is one, and there were exactly as many
-arrivals as parameters. If the order has changed, the proof fails: what has come by then is looked at one by one, and the
-parameters get hooks of their own again, at once, until an order is known anew.
+Once passes have shown in which order gradients arrive, the hook of most parameters becomes one and the same object, which
+appends the parameter to a list. The last of each run has a hook that looks: if those on the list are those of the run,
+each once, they are taken in together. So nothing is assumed: who has come is known by itself, whatever else has changed. If
+they are others, the order has changed: what has come by then is looked at one by one, and the parameters get hooks of
+their own again, at once, until an order is known anew.
 
-    `first`'s own hook → `begin` → tick, tick, tick (run 0 is taken in) → tick (run 1) → … → end of the pass → `finish`
+    first to come → `begin`, noted → noted, noted → last of run 0 (taken in) → … → end of the pass → `finish`
+
+The hook that notes costs the least that a hook can: calling it is calling the list's `append`, by way of its class. Between
+passes the class calls `_on_any` instead, so a pass does not go by unseen, whichever parameter it begins with.
 """
 
 from __future__ import annotations
 
 import operator
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
+from typing import Any
 
 import torch
 
-from phalanx.reducer.bucket import ParameterSlot, gradients_of
-from phalanx.reducer.grad_hooks import HookTable, count_hooks, hook_tables
+from phalanx.reducer.bucket import ParameterSlot
+from phalanx.reducer.grad_hooks import HookTable, count_hooks, hook_tables, registrations
 from phalanx.reducer.runs import Run, plan_runs
 
-_nothing: Callable[[], None] = [].clear  # a C function that does nothing: the cheapest entry there is
+Hook = Callable[[torch.Tensor], None]
+_grad = operator.attrgetter("grad")
 
 
 @dataclass(frozen=True)
@@ -36,126 +39,166 @@ class Rest:
     """Those that runs have taken in."""
     arrived: list[ParameterSlot]
     absent: list[ParameterSlot]
-    repeats: int
-    """How many arrivals there were beyond one per parameter."""
+    again: list[ParameterSlot]
+    """Those that came once more, as often as they did."""
 
 
 class RollCall:
-    """The schedule of a pass. `tick` is the hook of every parameter in `slots`; `first` has one of its own.
+    """Who has come in a pass, of those in `slots`.
 
-    `take` gets a run of which all have come, with their gradients. `lost` is called when the order is not kept to: by an
-    arrival before the pass was begun, by a run that is not complete at its end, and by one arrival too many. It looks at
-    what `finish` returns, and gives the parameters hooks of their own.
+    `first` is told of a parameter that comes while no pass is under way, or in `doubt`; it calls `begin` or `trust`, or
+    says False where this parameter is none of ours any more. `take` gets a run of which all have come, with the parameters
+    and their gradients. `lost` is called when the order is not kept to: it looks at what `finish` returns, and gives the
+    parameters hooks of their own.
     """
 
     def __init__(
         self,
-        first: ParameterSlot,
         slots: Sequence[ParameterSlot],
         *,
-        take: Callable[[Run, list[torch.Tensor]], None],
+        first: Callable[[torch.Tensor], bool],
+        take: Callable[[Run, list[torch.Tensor], list[torch.Tensor]], None],
         lost: Callable[[], None],
     ) -> None:
-        self.first = first
         self.slots = list(slots)
         self.is_open = False
         """Whether a pass is under way."""
+        self._first = first
         self._take = take
         self._lost = lost
-        self._schedule: deque[Callable[[], None]] = deque()
-        self.tick: Callable[[torch.Tensor], None] = partial(
-            next, map(operator.call, iter(self._schedule.popleft, None))
-        )
-        self._refs = [slot.ref for slot in self.slots]
+        self._here: list[torch.Tensor] = []  # who has come since a run was taken in
+        self._keeps = False
+        self._in_graph = False
+        self._asks = True  # `first`, before the next is noted
         self._runs: list[Run] = []
-        self._entries: list[Callable[[], None]] = []
+        self._num_left = 0  # runs that were not taken in yet
+        self._ending_with: dict[int, Run] = {}  # by the parameter, of which there is none but those that are hooked
         self._tables: list[HookTable] = []
         self._num_hooks = 0
-        self._num_more = 0  # arrivals that had no entry
-        self._num_entries = 0
+        self._num_registrations = -1
+        # A class of its own: what an object does when it is called, its class says.
+        self._ticks: Any = type("Tick", (), {"__slots__": ()})
+        self.tick: Hook = self._ticks()
+        """The hook of every parameter but the last of each run."""
         self.stand_by()
 
     def lay_out(self) -> None:
         """Plan the runs, between passes: the slots have got their places in buckets."""
         self._runs = plan_runs(self.slots)
-        self._entries = []
-        for run in self._runs:
-            self._entries += [_nothing] * (len(run.slots) - 1)
-            self._entries.append(partial(self._call, run))
-        self._tables = hook_tables([ref() for ref in self._refs])
+        self._ending_with = {id(run.refs[-1]()): run for run in self._runs}
+        self._tables = hook_tables([slot.ref() for slot in self.slots])
         self._num_hooks = count_hooks(self._tables)
+
+    def hooks(self) -> Iterator[tuple[ParameterSlot, Hook]]:
+        """Which hook each parameter must have, by the runs as they are laid out."""
+        for run in self._runs:
+            for slot in run.slots[:-1]:
+                yield slot, self.tick
+            yield run.slots[-1], partial(self._on_last, run)
 
     # -- a pass ----------------------------------------------------------------------------------------------------
 
     def stand_by(self) -> None:
-        """No pass is under way: one begins with the arrival of a parameter that has its own hook."""
-        self._schedule.clear()
-        self._schedule.append(self._on_more)
+        """No pass is under way: one begins with the first parameter that comes."""
+        self._here.clear()
         self.is_open = False
+        self._asks = True
+        self._ticks.__call__ = self._on_any
 
-    def begin(self, *, early: torch.Tensor | None = None, keep: bool = False) -> None:
-        """A pass has begun; out of order if by an `early` arrival of one of these. With `keep` nothing is taken in."""
-        # A hook that somebody has registered since would be called with gradients that are not taken in yet, and so see
-        # something else than in other steps: the order counts as lost, and that parameter is not looked at in runs again.
-        in_order = early is None and count_hooks(self._tables) == self._num_hooks
-        self._schedule.clear()
+    def doubt(self) -> None:
+        """Whether the pass under way goes on with the next that comes, or another begins, is for `first` to say."""
+        self._asks = True
+        self._ticks.__call__ = self._on_any
+
+    def trust(self) -> None:
+        """The pass under way goes on."""
+        self._asks = False
+        if not self._in_graph:
+            self._ticks.__call__ = self._here.append
+
+    def begin(self, *, keep: bool = False, in_graph: bool = False) -> bool:
+        """A pass has begun; with `keep` nothing is taken in before its end. `in_graph` is one of compiled autograd, which
+        must find what it can call, and not look into.
+
+        False where the order counts as lost: a hook that somebody has registered since would be called with gradients that
+        are not taken in yet, and so see something else than in other steps.
+        """
+        self._here.clear()
         self.is_open = True
-        self._num_more = 0 if early is None else 1
-        self._num_entries = len(self._entries) if in_order and not keep else 0
-        self._note_what_is_there(early)
-        if keep:
-            self._schedule.extend([_nothing] * len(self._entries))
-        elif in_order:
-            self._schedule.extend(self._entries)
-        self._schedule.append(self._on_kept if keep else self._on_more)
-
-    def _note_what_is_there(self, early: torch.Tensor | None) -> None:
-        """What lies in ``.grad`` from before must not be taken for this pass's result."""
+        self._keeps = keep or in_graph
+        self._in_graph = in_graph
         for run in self._runs:
             run.taken = False
-            run.before = None
-        if not any(map(operator.is_not, gradients_of(self._refs), repeat(None))):
-            return
-        for run in self._runs:
-            run.before = [
-                (None, -1) if gradient is None or ref() is early else (gradient, gradient._version)
-                for ref, gradient in zip(run.refs, run.gradients(), strict=True)
-            ]
+        self._num_left = len(self._runs)
+        self._asks = False
+        if not in_graph:
+            self._ticks.__call__ = self._here.append
+        now = registrations.next_id
+        if now != self._num_registrations:  # of any hook, anywhere
+            if count_hooks(self._tables) != self._num_hooks:
+                return self._keeps
+            self._num_registrations = now
+        return True
 
-    def _call(self, run: Run) -> None:
-        gradients = run.gradients()
-        if run.all_arrived(gradients) and run.in_stream:
-            run.taken = True
-            self._take(run, gradients)  # type: ignore[arg-type]  # none of them is None
+    def _on_any(self, parameter: torch.Tensor) -> None:
+        if not self._asks:
+            self._here.append(parameter)
+        elif self._first(parameter):
+            self._on_first(parameter)
+
+    def _on_first(self, parameter: torch.Tensor) -> None:
+        """The pass goes on with this one, or has begun; the latter may have laid out the runs anew."""
+        self._here.append(parameter)
+        run = self._ending_with.get(id(parameter))
+        if run is not None:
+            self._look_at(run)
+
+    def _on_last(self, run: Run, parameter: torch.Tensor) -> None:
+        if self._asks:
+            self._on_any(parameter)
         else:
+            self._here.append(parameter)
+            self._look_at(run)
+
+    def _look_at(self, run: Run) -> None:
+        """The last of a run has come."""
+        if self._keeps:
+            return
+        # Another device's thread may note another's arrival at any time, behind what is looked at here.
+        parameters = run.in_order(self._here[: len(run.refs)]) if run.in_stream and not run.taken else None
+        gradients = [] if parameters is None else list(map(_grad, parameters))
+        if parameters is None or not all(map(operator.is_not, gradients, repeat(None))):
             self._lost()
+            return
+        del self._here[: len(parameters)]
+        run.taken = True
+        self._num_left -= 1
+        self._take(run, parameters, gradients)
 
-    def _on_more(self) -> None:
-        self._schedule.append(self._on_more)
-        self._num_more += 1
-        self._lost()
-
-    def _on_kept(self) -> None:
-        self._schedule.append(self._on_kept)
+    def put_back(self, run: Run, parameters: list[torch.Tensor]) -> None:
+        """A run could not be taken in as one: its parameters have come, and are to be looked at one by one."""
+        run.taken = False
+        self._num_left += 1
+        self._here[:0] = parameters
 
     @property
     def complete(self) -> bool:
         """Whether every run was taken in, and nothing came besides."""
-        return self.is_open and not self._num_more and all(run.taken for run in self._runs)
+        return self.is_open and not self._here and not self._num_left
 
     def finish(self) -> Rest:
         """Say of each parameter that no run took in whether it has come; the pass is over, or the order lost."""
-        num_ticks = (
-            self._num_entries - (len(self._schedule) - 1) + self._num_more if self._num_entries else self._num_more
-        )
+        taken = [slot for run in self._runs if run.taken for slot in run.slots]
+        seen = {id(slot) for slot in taken}
+        by_parameter = {id(slot.ref()): slot for slot in self.slots}
         arrived: list[ParameterSlot] = []
-        absent: list[ParameterSlot] = []
-        taken: list[ParameterSlot] = []
-        for run in self._runs:
-            if run.taken:
-                taken += run.slots
-                continue
-            for place, (slot, gradient) in enumerate(zip(run.slots, run.gradients(), strict=True)):
-                (arrived if run.has_arrived(place, gradient) else absent).append(slot)
+        again: list[ParameterSlot] = []
+        for parameter in self._here:
+            slot = by_parameter[id(parameter)]
+            if parameter.grad is None and id(slot) not in seen:
+                continue  # somebody has taken it away
+            (again if id(slot) in seen else arrived).append(slot)
+            seen.add(id(slot))
+        absent = [slot for slot in self.slots if id(slot) not in seen]
         self.stand_by()
-        return Rest(taken, arrived, absent, num_ticks - len(taken) - len(arrived))
+        return Rest(taken, arrived, absent, again)

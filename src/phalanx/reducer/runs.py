@@ -2,41 +2,47 @@
 
 A gradient that is looked at by itself costs a call into Python and a kernel. Most need neither: if all of a run are
 there when the last of them comes, they are copied into their bucket as one. How long a run may be is a matter of memory:
-until it is taken in, its gradients lie beside the bucket, and on the CPU they should still be in the cache.
+until it is taken in, its gradients lie beside the bucket. On the CPU they should still be in the cache. On a GPU, where a
+run costs the host much the same however long it is, it may take half of the room that there is below the peak (`headroom`),
+within bounds.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from itertools import repeat
 
 import torch
 
-from phalanx.reducer.bucket import Bucket, ParameterSlot, gradients_of
+from phalanx.reducer.bucket import Bucket, ParameterSlot
+from phalanx.reducer.plan import MIB
 from phalanx.reducer.streams import current_stream
 
-RUN_BYTES_CPU = 1024 * 1024
-RUN_BYTES_ELSEWHERE = 16 * 1024 * 1024
-RUN_LENGTH = 128  # the gradients' own objects should be in the cache, too
+RUN_BYTES_CPU = MIB
+RUN_LENGTH_CPU = 128  # the gradients' own objects should be in the cache, too
+RUN_BYTES_GPU = (2 * MIB, 256 * MIB)  # at least, where there is no room; and at most
+RUN_LENGTH_GPU = 512
+BLOCK_BYTES_GPU = 512  # what is allocated there is a multiple of this
 # On the CPU, from this size on, multiplying while copying is cheaper than multiplying what was copied.
-LARGE_BYTES_CPU = 1024 * 1024
+LARGE_BYTES_CPU = MIB
 
 
 class Run:
     """Some slots in the order of their arrival, and all that is needed to take them in without looking at each."""
 
     __slots__ = (
-        "before",
         "counts",
         "device",
         "large",
+        "on_gpu",
         "pieces",
         "refs",
         "scales",
         "slots",
         "small",
+        "small_slots",
         "small_views",
+        "stream",
         "taken",
         "views",
     )
@@ -48,57 +54,66 @@ class Run:
         self.scales = [slot.bucket.scale for slot in slots]
         self.large = [place for place, slot in enumerate(slots) if _is_large(slot)]
         self.small = [place for place, slot in enumerate(slots) if not _is_large(slot)]
+        self.small_slots = [self.slots[place] for place in self.small]
         self.small_views = [self.views[place] for place in self.small]
-        self.pieces = _pieces([slot for slot in slots if not _is_large(slot)])
+        self.pieces = _pieces(self.small_slots)
         by_bucket: dict[int, list[Bucket]] = {}
         for slot in slots:
             by_bucket.setdefault(id(slot.bucket), []).append(slot.bucket)
         self.counts = [(members[0], len(members)) for members in by_bucket.values()]
         self.device = slots[0].bucket.spec.device
+        self.stream = slots[-1].stream
+        self.on_gpu = self.device.type == "cuda"
         self.taken = False
-        self.before: list[tuple[torch.Tensor | None, int]] | None = None
-        """Gradients, and their versions, that were there when the pass began; None where there were none."""
 
     @property
     def in_stream(self) -> bool:
         """On a GPU: whether the current stream is the one in which its gradients came before."""
-        return self.device.type != "cuda" or current_stream(self.device) == self.slots[-1].stream
+        return not self.on_gpu or current_stream(self.device) == self.stream
 
-    def gradients(self) -> list[torch.Tensor | None]:
-        return gradients_of(self.refs)
-
-    def has_arrived(self, place: int, gradient: torch.Tensor | None) -> bool:
-        """Whether this pass has brought the gradient: there was none before, or another, or it was added to."""
-        if gradient is None:
-            return False
-        if self.before is None:
-            return True
-        earlier, version = self.before[place]
-        return gradient is not earlier or gradient._version != version
-
-    def all_arrived(self, gradients: Sequence[torch.Tensor | None]) -> bool:
-        if self.before is None:
-            return all(map(operator.is_not, gradients, repeat(None)))
-        return all(self.has_arrived(place, gradient) for place, gradient in enumerate(gradients))
+    def in_order(self, came: list[torch.Tensor]) -> list[torch.Tensor] | None:
+        """The same in the order of the run, if they are all of it, each once; None if not."""
+        if len(came) != len(self.refs):
+            return None
+        if all(map(operator.is_, came, map(operator.call, self.refs))):  # nearly always: written for speed
+            return came
+        by_id = {id(parameter): parameter for parameter in came}
+        members = [id(ref()) for ref in self.refs]
+        return [by_id[member] for member in members] if by_id.keys() == set(members) else None
 
 
 def plan_runs(slots: Sequence[ParameterSlot]) -> list[Run]:
     """Cut a sequence of arrivals into runs: on one device, of bounded size, and none goes on when a bucket is full."""
     last_of = {id(slot.bucket): slot for slot in slots}
     cut: list[list[ParameterSlot]] = [[]]
-    size = 0
+    size, room = 0, slots[0].room if slots else 0
     for slot, following in zip(slots, [*slots[1:], None], strict=True):
         device = slot.bucket.spec.device
         cut[-1].append(slot)
-        size += slot.view.numel() * slot.view.element_size()
-        full = size >= (RUN_BYTES_CPU if device.type == "cpu" else RUN_BYTES_ELSEWHERE) or len(cut[-1]) >= RUN_LENGTH
+        size += _size_of(slot)
         if following is None:
             break
         elsewhere = following.bucket.spec.device != device or following.stream != slot.stream
-        if full or elsewhere or last_of[id(slot.bucket)] is slot:
+        room = min(room, following.room)
+        if _is_long(device, len(cut[-1]), size, room) or elsewhere or last_of[id(slot.bucket)] is slot:
+            size, room = 0, following.room
             cut.append([])
-            size = 0
     return [Run(members) for members in cut if members]
+
+
+def _is_long(device: torch.device, length: int, num_bytes: int, room: int) -> bool:
+    """Whether a run of this length and size is to end."""
+    if device.type == "cpu":
+        return length >= RUN_LENGTH_CPU or num_bytes >= RUN_BYTES_CPU
+    least, most = RUN_BYTES_GPU
+    return length >= RUN_LENGTH_GPU or num_bytes >= min(max(least, room // 2), most)
+
+
+def _size_of(slot: ParameterSlot) -> int:
+    num_bytes = int(slot.view.numel() * slot.view.element_size())
+    if slot.bucket.spec.device.type == "cpu":
+        return num_bytes
+    return -(-num_bytes // BLOCK_BYTES_GPU) * BLOCK_BYTES_GPU
 
 
 def _is_large(slot: ParameterSlot) -> bool:

@@ -16,6 +16,8 @@ class Standing:
 
     def __init__(self, group: Group) -> None:
         self.group = group
+        self.is_clear = True
+        """Whether there is no trouble of any degree: nothing to `check` or to `settle`."""
         self._draining: list[Work] = []
         self._parted: str | None = None
         self._broken: PhalanxError | None = None
@@ -36,11 +38,19 @@ class Standing:
 
     def break_off(self, error: PhalanxError) -> None:
         """This rank did not come to the end of what all ranks share, and no longer knows where the others are."""
+        self.is_clear = False
         self._broken = copy.copy(error)  # without its traceback, which leads to the model: a circle through its hooks
 
     def drain_later(self, works: Iterable[Work]) -> None:
         """These were launched by a step that was given up."""
         self._draining += works
+        self.is_clear = self.is_clear and not self._draining
+
+    def settle(self, step: int) -> None:
+        """Before anything is sent: see to what earlier steps have left."""
+        self._rejoin(step)
+        self.drain()
+        self.is_clear = self._broken is None
 
     def drain(self) -> None:
         """What an abandoned step has launched must be over before its buffers are used again."""
@@ -50,9 +60,10 @@ class Standing:
 
     def part(self, how: str) -> None:
         """A step under a hook broke off, this way. It may have left collectives open, on some ranks and not on others."""
+        self.is_clear = False
         self._parted = how
 
-    def rejoin(self, step: int) -> None:
+    def _rejoin(self, step: int) -> None:
         """Before anything is sent again: go on if the step broke off alike on all ranks, and on none if not.
 
         Otherwise a collective that one rank left open would be taken for another's, with no error or with an abort.
@@ -82,4 +93,5 @@ class Standing:
         """Another group: what is still open on the old one may never end, and concerns nobody."""
         self._draining.clear()
         self._parted = self._broken = None
+        self.is_clear = True
         self.group = group

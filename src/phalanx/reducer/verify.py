@@ -17,7 +17,9 @@ from phalanx.comm.group import Group
 from phalanx.errors import MismatchError, PeerFailedError
 from phalanx.reducer.spread import spread_of
 
-VERIFY_WITHIN_S = 600.0  # one rank may load a checkpoint before it comes; one that died or failed is noticed at once
+# How long the others are waited for: as long as the group's time-out says, within these. One rank may load a checkpoint
+# before it comes; one that died or failed is noticed at once.
+PATIENCE_S = (30.0, 600.0)
 
 
 @dataclass(frozen=True)
@@ -74,17 +76,19 @@ def verify_same(
     problem: str | None = None,
     doing: str = "replicate its model",
     advice: str = "Build the same model on every rank, in the same order, before it is replicated",
-    timeout_s: float = VERIFY_WITHIN_S,
+    timeout_s: float | None = None,
 ) -> None:
     """Raise on every rank where the ranks' entries differ, or where some rank says it has a problem of its own.
 
     Collective. `problem` is a local error that would otherwise leave the other ranks waiting: they raise with its text,
     and the caller raises its own error after this returns.
     """
+    least, most = PATIENCE_S
+    within_s = min(max(group.timeout_s, least), most) if timeout_s is None else timeout_s
     mine = dict(options or {})
     listed = json.dumps({"options": mine, "entries": [vars(entry) for entry in entries]}).encode()
     digest = hashlib.sha256(listed).hexdigest()
-    said = group.exchange("model", json.dumps({"digest": digest, "problem": problem}).encode(), timeout_s=timeout_s)
+    said = group.exchange("model", json.dumps({"digest": digest, "problem": problem}).encode(), timeout_s=within_s)
     everyone = [json.loads(part) for part in said]
     for rank, theirs in enumerate(everyone):
         if theirs["problem"] is not None and rank != group.rank and problem is None:
@@ -95,7 +99,7 @@ def verify_same(
         return
     if all(theirs["digest"] == digest for theirs in everyone):
         return
-    lists = group.exchange("model entries", listed, timeout_s=timeout_s)
+    lists = group.exchange("model entries", listed, timeout_s=within_s)
     # Every rank compares with rank 0, and rank 0 with the first that differs from it, so that all name the same pair.
     other = 0
     if digest == everyone[0]["digest"]:

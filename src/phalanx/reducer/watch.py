@@ -71,7 +71,7 @@ class ModuleWatch:
         """`all_arrived`: every parameter that is trained has got its gradient since the last time that this was asked."""
         if all_arrived and self._registrations == _registrations[0] and self._until_look:
             self._until_look -= 1
-            return any(parameter.requires_grad for parameter in self._frozen)
+            return bool(self._frozen) and any(parameter.requires_grad for parameter in self._frozen)
         self._until_look = LOOK_THROUGH_EVERY
         self._registrations = _registrations[0]
         return self._looks_different()

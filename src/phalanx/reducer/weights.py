@@ -22,14 +22,12 @@ class StepWeight:
         self.clear()
 
     def clear(self) -> None:
+        self.given = False
+        """Whether anything was said."""
         self._last: float | None = None
         self._total = 0.0
         self._passes = 0
         self._reduction: Reduction = "mean"
-
-    @property
-    def given(self) -> bool:
-        return self._last is not None
 
     @property
     def total(self) -> float:
@@ -49,6 +47,7 @@ class StepWeight:
                 f"this step's weights were given for gradients of a {self._reduction}, and now of a {reduction}: "
                 "use one in all passes of a step"
             )
+        self.given = True
         self._reduction = reduction
         self._total += weight
         same_pass = num_passes == self._passes
@@ -79,6 +78,11 @@ class Weighting:
         """What this rank's gradients were multiplied with in the last step."""
 
     @property
+    def is_plain(self) -> bool:
+        """Whether this rank takes part as if nobody gave weights."""
+        return not self.mine.given and self.shadows is None
+
+    @property
     def factor(self) -> float:
         """What gradients are multiplied with on their way into a bucket."""
         return self.mine.scale / self._unit if self.mine.given else 1.0
@@ -89,8 +93,8 @@ class Weighting:
         return self.mine.total if self.shadows is None else self.shadows
 
     @property
-    def flags(self) -> Flag:
-        flags = Flag.WEIGHTED if self.mine.given else Flag(0)
+    def flags(self) -> int:
+        flags = Flag.WEIGHTED if self.mine.given else Flag.NONE
         return flags if self.shadows is None else flags | Flag.OUT
 
     def settle(self, report: Report, *, divisor: int | None, averages_over_all: bool) -> float:
@@ -99,9 +103,9 @@ class Weighting:
         With `averages_over_all` that was left to a hook, which knows of no rank that is out.
         """
         self.share = 1 / (divisor or self._size)
-        weighted, out = report.ranks_with(Flag.WEIGHTED), report.ranks_with(Flag.OUT)
-        if not weighted and not out:
+        if not report.has(Flag.WEIGHTED | Flag.OUT):
             return 1.0
+        weighted, out = report.ranks_with(Flag.WEIGHTED), report.ranks_with(Flag.OUT)
         total = total_weight(report)
         if total == 0:
             return 1.0  # all ranks are out

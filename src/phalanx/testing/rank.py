@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # torch does not list them
 
+from phalanx.comm.ending import destroy_all_groups
 from phalanx.testing import body as bodies
 from phalanx.testing import wire
 from phalanx.testing.leaks import Snapshot, SocketFiles, left_behind
@@ -137,7 +138,7 @@ def _run(request: wire.RunRequest, seat: Seat) -> wire.RankReport:
     wire.receive(seat.line)
     try:
         if dist.is_initialized():
-            dist.destroy_process_group()
+            destroy_all_groups()
         leaks = (*left_behind(before), *socket_files.left()) if socket_files is not None else ()
     except Exception as error:
         return wire.RankReport(wire.Verdict.FAILED, "after the body:\n" + _traceback_of(error))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.reducer.plan import MIB, BucketPolicy, ParameterSpec, plan_buckets
+from phalanx.reducer.plan import MIB, BucketPolicy, ParameterSpec, default_policy, plan_buckets
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64]
 
@@ -28,7 +30,14 @@ def parameters(draw: st.DrawFn) -> tuple[list[ParameterSpec], list[int], BucketP
     ]
     order = draw(st.permutations(range(count)))
     caps = draw(st.lists(st.integers(1, 400), max_size=3))
-    policy = BucketPolicy(draw(st.integers(1, 400)), draw(st.integers(1, 400)), tuple(caps))
+    policy = BucketPolicy(
+        draw(st.integers(1, 400)),
+        draw(st.integers(1, 400)),
+        tuple(caps),
+        last_bucket_bytes=draw(st.integers(0, 100)),
+        alone_bytes=draw(st.integers(0, 400)),
+        least_bytes=draw(st.integers(0, 200)),
+    )
     return specs, list(order), policy
 
 
@@ -82,7 +91,7 @@ def test_a_bucket_exceeds_its_cap_by_its_last_gradient_at_most(
 ) -> None:
     specs, order, policy = case
     largest = max((policy.bucket_bytes, policy.first_bucket_bytes, *policy.per_bucket_bytes))
-    for bucket in plan_buckets(specs, order, policy):
+    for bucket in plan_buckets(specs, order, replace(policy, least_bytes=0)):
         if not bucket.sparse:
             assert sum(specs[index].num_bytes for index in bucket.parameters[:-1]) < largest
 
@@ -145,3 +154,64 @@ def test_nothing_is_split_off_a_small_bucket_or_a_large_last_gradient() -> None:
     assert len(plan_buckets(small, [1, 0], policy)) == 1
     embedding = [_spec("a", 10000), _spec("b", 100)]
     assert len(plan_buckets(embedding, [1, 0], policy)) == 1
+
+
+def test_a_large_gradient_travels_alone_and_the_others_do_not_wait_for_it() -> None:
+    specs = [_spec("a", 10), _spec("large", 100), _spec("b", 10), _spec("c", 10)]
+    buckets = plan_buckets(specs, range(4), BucketPolicy(200, 200, alone_bytes=400))
+    assert [bucket.parameters for bucket in buckets] == [(1,), (0, 2, 3)]
+    assert len(plan_buckets(specs, range(4), BucketPolicy(2000, 2000))) == 1
+
+
+def _sizes(mebibytes: list[float], kind: str) -> list[float]:
+    """How large the buckets are by default, in MiB, for gradients that arrive in this order."""
+    specs = [_spec(f"p{i}", int(size * MIB) // 4) for i, size in enumerate(mebibytes)]
+    policy = default_policy(kind, sum(spec.num_bytes for spec in specs))
+    return [bucket.num_bytes / MIB for bucket in plan_buckets(specs, range(len(specs)), policy)]
+
+
+def test_on_a_gpu_buckets_are_a_third_of_all() -> None:
+    layers = [0.25] * 500
+    assert _sizes(layers, "cpu") == [1.0, *[25.0] * 4, 23.0, 1.0]
+    assert _sizes(layers, "cuda") == [41.75, 41.75, 40.5, 1.0]
+
+
+def test_on_a_gpu_a_small_model_has_buckets_of_25_mib_and_a_large_one_of_no_more_than_160() -> None:
+    assert _sizes([1.0] * 30, "cpu") == [1.0, 25.0, 3.0, 1.0]
+    assert _sizes([1.0] * 30, "cuda") == [29.0, 1.0]
+    assert _sizes([1.0] * 33, "cuda") == [25.0, 7.0, 1.0]
+    assert _sizes([1.25], "cuda") == [1.25]
+    assert _sizes([16.0] * 100, "cuda") == [160.0] * 10
+
+
+def test_on_a_gpu_a_tied_embedding_that_arrives_last_is_not_waited_for() -> None:
+    """GPT-2 small: twelve blocks, and then what input and output share."""
+    assert _sizes([27.0] * 12 + [1.5, 147.0], "cuda") == [162.0, 162.0, 148.5]
+    assert _sizes([27.0] * 12 + [147.0, 1.5], "cuda") == [162.0, 162.0, 148.5]
+
+
+def test_on_a_gpu_a_large_gradient_that_comes_first_does_not_wait_for_a_small_rest() -> None:
+    assert _sizes([147.0] + [1.0] * 6, "cuda") == [147.0, 5.0, 1.0]
+
+
+def test_a_small_rest_goes_with_the_bucket_that_is_full_last() -> None:
+    half = replace(_spec("half", 50), dtype=torch.float16)
+    specs = [_spec("a", 100), _spec("b", 100), half, _spec("c", 100), _spec("d", 20)]
+
+    def planned(least_bytes: int) -> list[tuple[int, ...]]:
+        return [b.parameters for b in plan_buckets(specs, range(5), BucketPolicy(600, 600, least_bytes=least_bytes))]
+
+    assert planned(0) == planned(480) == [(0, 1), (2,), (3, 4)]
+    assert planned(481) == [(2,), (0, 1, 3, 4)]
+
+
+def test_a_small_bucket_is_no_larger_than_the_others() -> None:
+    assert default_policy("cpu", 0, small_bytes=10**9).first_bucket_bytes == 25 * MIB
+
+
+def test_what_is_left_of_the_last_bucket_leaves_before_one_that_is_full_later() -> None:
+    sizes = [30.0, 1.0, 1.0, 90.0, 0.5]  # the fourth is alone; the last is split off the bucket of the others
+    specs = [_spec(f"p{i}", int(size * MIB) // 4) for i, size in enumerate(sizes)]
+    policy = BucketPolicy(100 * MIB, 100 * MIB, last_bucket_bytes=MIB, alone_bytes=50 * MIB)
+    buckets = plan_buckets(specs, range(5), policy)
+    assert [bucket.parameters for bucket in buckets] == [(0, 1, 2), (3,), (4,)]

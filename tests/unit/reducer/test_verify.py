@@ -45,6 +45,7 @@ class FakeGroup:
     """Rank `rank` of a group in which the others have said what they will say."""
 
     name = "fake"
+    timeout_s = 60.0
 
     def __init__(self, rank: int, models: list[list[TensorEntry]], problems: dict[int, str] | None = None) -> None:
         self.rank = rank
@@ -70,6 +71,7 @@ class _Listener:
     """Catches what a rank would say first."""
 
     name = "listener"
+    timeout_s = 60.0
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size, self.payload = rank, size, b""

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocation
 
+from phalanx.api.buffer_tables import BufferTables
 from phalanx.comm.c10d import C10dGroup
-from phalanx.comm.coalesced import broadcast_coalesced
+from phalanx.comm.coalesced import Piece, broadcast_coalesced, broadcast_pieces, pieces
 from phalanx.reducer.spread import parts_of
 
 
@@ -26,6 +27,11 @@ class BufferSync:
     buffer_hook: _BufferCommHook
     modules_buffers: list[torch.Tensor]
     named_module_buffers: dict[str, torch.Tensor]
+    _buffer_tables: tuple[BufferTables, set[str]] | None = None
+    """The module as it was when its buffers were last looked up, and what was then ignored."""
+    _buffer_pieces: list[tuple[Piece, list[torch.Tensor]]] | None = None
+    _broadcasts_alone = False
+    """Broadcast also where the group has one rank: to measure what it costs."""
     _join_config: Any
     _group: Callable[[], C10dGroup]
     _find_common_rank: Callable[[int, bool], int]
@@ -75,27 +81,40 @@ class BufferSync:
         with torch.no_grad():
             # Under the join context rank 0 may have run out, and with it its buffers: agree on a rank that has not.
             source = self._find_common_rank(self._group().rank, True) if self._join_config.enable else 0
-            self._assign_modules_buffers()
+            self._look_at_buffers()
             with torch.autograd._unsafe_preserve_version_counter(tuple(self.modules_buffers)):
                 self._sync_module_buffers(source)
+
+    def _look_at_buffers(self) -> None:
+        """Walk the module only where something of it has changed."""
+        known, module, ignored = self._buffer_tables, self.module, self.parameters_to_ignore
+        if known is None or known[1] != ignored or not known[0].are_current(module):
+            self._assign_modules_buffers()
+            self._buffer_tables = (BufferTables(module), set(ignored))
+            self._buffer_pieces = None
 
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
         hook = getattr(self, "buffer_hook", None)
         if hook is None:
             self._default_broadcast_coalesced(authoritative_rank=authoritative_rank)
             return
-        futures = hook.buffer_comm_hook(hook.buffer_comm_hook_state, self.named_module_buffers)
+        futures = hook.buffer_comm_hook(hook.buffer_comm_hook_state, dict(self.named_module_buffers))
         if futures is not None:
             self.reducer._install_post_backward_futures(futures)
 
     def _default_broadcast_coalesced(
         self, bufs: Sequence[torch.Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
     ) -> None:
-        self._distributed_broadcast_coalesced(
-            self.modules_buffers if bufs is None else bufs,
-            bucket_size or self.broadcast_bucket_size,
-            authoritative_rank,
-        )
+        if bufs is not None or bucket_size is not None:
+            tensors = self.modules_buffers if bufs is None else bufs
+            size = bucket_size or self.broadcast_bucket_size
+            self._distributed_broadcast_coalesced(tensors, size, authoritative_rank)
+        elif self._group().size > 1 or self._broadcasts_alone:
+            if self._buffer_pieces is None:
+                given = pieces(self.modules_buffers, self.broadcast_bucket_size)
+                self._buffer_pieces = [(Piece(parts_of(members)), members) for members in given]
+            parts = ((piece, parts_of(members)) for piece, members in self._buffer_pieces)
+            broadcast_pieces(self._group(), parts, source=authoritative_rank)
 
     def _distributed_broadcast_coalesced(
         self, tensors: Sequence[torch.Tensor], buffer_size: int, authoritative_rank: int = 0

@@ -126,7 +126,7 @@ class DistributedDataParallel(BufferSync, CommHooks, DelayedParameters, Joining,
         self._caps = BucketCaps.of(bucket_cap_mb, bucket_cap_mb_list)
         self.bucket_bytes_cap = self._caps.bucket_bytes
         self.bucket_bytes_cap_list = list(self._caps.per_bucket_bytes)
-        self.bucket_bytes_cap_default = self._caps.first_bucket_bytes < self._caps.bucket_bytes
+        self.bucket_bytes_cap_default = self._caps.is_default
         self._comm_hooks: list[tuple[TorchHook, object]] = []
         self._ddp_sink_clone = True
         self._has_rebuilt_buckets = False
@@ -230,6 +230,7 @@ class DistributedDataParallel(BufferSync, CommHooks, DelayedParameters, Joining,
             self._lowering.install()
         options = engine_options(
             self._caps,
+            parameters,
             as_view=self.gradient_as_bucket_view,
             find_unused=self.find_unused_parameters,
             static=static,
@@ -283,7 +284,16 @@ class DistributedDataParallel(BufferSync, CommHooks, DelayedParameters, Joining,
         self._check_default_group()
         state = copy.copy(self.__dict__)
         local = ("process_group", "reducer", "logger", "_engine", "_watched", "_hook_call", "_lowering")
-        for name in (*local, "_delayed", "_watched_delay", "_contexts", "_norms", "_norms_of"):
+        for name in (
+            *local,
+            "_delayed",
+            "_watched_delay",
+            "_contexts",
+            "_norms",
+            "_norms_of",
+            "_buffer_tables",
+            "_buffer_pieces",
+        ):
             state.pop(name, None)
         state["_comm_hooks"] = []  # as with torch, hooks are registered anew: their state may hold a process group
         state["broadcast_buffers"] = self.forward_sync_buffers  # a property: torch's own class reads it, old and new
@@ -345,26 +355,20 @@ class DistributedDataParallel(BufferSync, CommHooks, DelayedParameters, Joining,
             )
             return self._post_forward(output)
 
-    @contextmanager
-    def _inside_ddp_forward(self) -> Iterator[None]:
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         # On torch's own class: that is where torch.compile looks for the module whose graph it may split.
         engines.forward_begins()
         before = TorchDDP._active_ddp_module
         TorchDDP._active_ddp_module = self
         try:
-            yield
+            return self.module(*inputs, **kwargs)
+        except BaseException:
+            if self._lowering is not None:  # its own hooks are not called for an interrupt
+                self._lowering.restore_stale()
+            raise
         finally:
             # Two threads may be in the same module's forward, and leave it in any order: it must not stay there for good.
             TorchDDP._active_ddp_module = None if before is self else before
-
-    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        with self._inside_ddp_forward():
-            try:
-                return self.module(*inputs, **kwargs)
-            except BaseException:
-                if self._lowering is not None:  # its own hooks are not called for an interrupt
-                    self._lowering.restore_stale()
-                raise
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if not self._lazy_init_ran and not torch.compiler.is_compiling():
@@ -451,11 +455,6 @@ class DistributedDataParallel(BufferSync, CommHooks, DelayedParameters, Joining,
         """Backward will run in a context and leave gradients there: what averages them is not the engine."""
         if self._delay_all_reduce_params:
             raise RuntimeError("delay_all_reduce_named_params does not work in a context of distributed autograd")
-        if self.device_type == "cuda":  # tried on torch 2.11: the averages came out wrong, and why is not known yet
-            raise RuntimeError(
-                "a DistributedDataParallel module on a GPU does not work in a context of distributed autograd yet: keep "
-                "it on the CPU, or run its backward outside of the context"
-            )
         self.reducer._check_reducer_finalized()
         syncs = self.require_forward_param_sync = self.require_backward_grad_sync
         output = gradients.forward_ended(context, output, syncs=syncs, divisor=self.reducer.take_divisor())
@@ -491,6 +490,7 @@ class DistributedDataParallel(BufferSync, CommHooks, DelayedParameters, Joining,
             self._engine.set_options(
                 engine_options(
                     self._caps,
+                    [slot.parameter for slot in self._engine.slots],
                     as_view=self.gradient_as_bucket_view,
                     find_unused=self.find_unused_parameters,
                     static=True,

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from phalanx.reducer.options import Placement, ReducerOptions
-from phalanx.reducer.plan import MIB, BucketPolicy
+from phalanx.reducer.plan import MIB, BucketPolicy, default_policy_for
+from phalanx.reducer.spread import part_of
 
 DEFAULT_CAP_MB = 25
 
@@ -33,28 +34,31 @@ class BucketCaps:
             return cls(DEFAULT_CAP_MB * MIB, int(dist._DEFAULT_FIRST_BUCKET_BYTES), ())
         return cls(int(cap_mb * MIB), int(cap_mb * MIB), ())
 
-    def policy(self) -> BucketPolicy:
-        # A cap of zero means a bucket per gradient to torch.
-        return BucketPolicy(
-            max(self.bucket_bytes, 1),
-            max(min(self.first_bucket_bytes, self.bucket_bytes), 1),
-            tuple(max(cap, 1) for cap in self.per_bucket_bytes),
-            # Where the user leaves sizes to us, the last bucket is small too: nothing is left to hide it behind.
-            self.first_bucket_bytes if self.first_bucket_bytes < self.bucket_bytes else 0,
-        )
+    @property
+    def is_default(self) -> bool:
+        """Whether the user leaves sizes to us."""
+        return self.first_bucket_bytes < self.bucket_bytes
 
-    def first_policy(self, *, static: bool, find_unused: bool) -> BucketPolicy:
+    def policy(self, parameters: Sequence[torch.Tensor]) -> BucketPolicy:
+        if self.is_default:
+            return default_policy_for([part_of(p) for p in parameters], small_bytes=self.first_bucket_bytes)
+        # A cap of zero means a bucket per gradient to torch.
+        cap = max(self.bucket_bytes, 1)
+        return BucketPolicy(cap, cap, tuple(max(one, 1) for one in self.per_bucket_bytes))
+
+    def first_policy(self, parameters: Sequence[torch.Tensor], *, static: bool, find_unused: bool) -> BucketPolicy:
         """Until the order of arrival is known: one bucket, unless unused parameters are looked for, as in torch.
 
         A bucket launched in an unknown order could pair with another collective of the user's backward.
         """
         if self.per_bucket_bytes or (find_unused and not static):
-            return self.policy()
+            return self.policy(parameters)
         return BucketPolicy(sys.maxsize, sys.maxsize)
 
 
 def engine_options(
     caps: BucketCaps,
+    parameters: Sequence[torch.Tensor],
     *,
     as_view: bool,
     find_unused: bool,
@@ -63,8 +67,8 @@ def engine_options(
     wire_dtype: torch.dtype | None = None,
 ) -> ReducerOptions:
     return ReducerOptions(
-        policy=caps.policy(),
-        first_policy=caps.first_policy(static=static, find_unused=find_unused),
+        policy=caps.policy(parameters),
+        first_policy=caps.first_policy(parameters, static=static, find_unused=find_unused),
         placement=Placement.VIEW if as_view else Placement.COPY,
         replan=static or not find_unused,
         settle_unused=find_unused and not static,

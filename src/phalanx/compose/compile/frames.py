@@ -24,10 +24,9 @@ _eval_frame = torch._C._dynamo.eval_frame
 def mark() -> None:
     pass_over(DistributedDataParallel.forward, because="it prepares and ends a step of DistributedDataParallel")
     pass_over(DistributedDataParallel._run_ddp_forward)
-    pass_over(DistributedDataParallel._inside_ddp_forward.__wrapped__)  # type: ignore[attr-defined]
     pass_over(DistributedDataParallel._pre_forward, with_all_it_calls=True)
     pass_over(DistributedDataParallel._post_forward, with_all_it_calls=True)
-    for entry in (RollCall._call, RollCall._on_more, RollCall._on_kept):
+    for entry in (RollCall._on_any, RollCall._on_last):
         pass_over(entry, with_all_it_calls=True)
     # Torch calls these wherever a module gets a parameter or a part, also within its compiler.
     for told in (watch.note_registration, replicate.refuse_torchs_ddp):
@@ -36,7 +35,7 @@ def mark() -> None:
 
 
 def _prepare_hook(parameter: torch.Tensor, hook: Callable[..., Any]) -> None:
-    if isinstance(hook, FunctionType):  # the roll call's is a C function, which calls what is marked above
+    if isinstance(hook, FunctionType):  # the roll call's are no functions, and call what is marked above
         arrivals.give_twin(parameter, hook)
 
 

@@ -32,7 +32,7 @@ def where(key: str) -> Peer | None:
         return Peer(rank, "is in rpc.shutdown()")
     if engine is None:
         return Peer(rank, "has let its module go")
-    if engine.topic in engine.group.topics:
+    if engine.group.is_at(engine.topic):
         return Peer(rank, "is in a backward pass outside of any context", engine.topic)
     return Peer(rank)
 
