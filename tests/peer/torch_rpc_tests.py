@@ -14,6 +14,9 @@ import os
 import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# The master uses its trainers as soon as its own process group is there, and theirs may not be yet: "Default process group
+# has not been initialized", with torch's own class as well. With this, torch waits for all ranks.
+os.environ.setdefault("TORCH_DIST_INIT_BARRIER", "1")
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 import torch
