@@ -30,7 +30,7 @@ from torch import nn
 
 import phalanx as px
 from phalanx import events
-from phalanx.api.replicate import replica_of
+from phalanx.api.replica import replica_of
 
 TorchDDP = torch.nn.parallel.DistributedDataParallel
 RAISED = {

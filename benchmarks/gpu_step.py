@@ -38,7 +38,7 @@ from _quiet import stay_on_the_quietest_core, use_all_cores
 from _spread import ratio_of_medians, spread
 
 import phalanx as px
-from phalanx.api.replicate import replica_of
+from phalanx.api.replica import replica_of
 
 TURN_MS = 50.0
 SHARES = {"linears": 1.5, "small": 2.5}  # a step takes longer: more time for as many rounds

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from _gpu_models import TASKS as GPU_TASKS
 
 import phalanx as px
-from phalanx.api.replicate import replica_of
+from phalanx.api.replica import replica_of
 
 WARM_UP = 8
 PHASES = ("zero_grad", "forward", "backward", "optimizer")

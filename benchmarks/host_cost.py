@@ -30,7 +30,7 @@ from _spread import ratio_of_medians, spread
 from torch import nn
 
 import phalanx as px
-from phalanx.api.replicate import replica_of
+from phalanx.api.replica import replica_of
 
 TorchDDP = torch.nn.parallel.DistributedDataParallel
 WARM_UP = 8

@@ -8,17 +8,10 @@ from phalanx.api.environment import environment
 from phalanx.api.groups import monitored_barrier, set_timeout, split_group
 from phalanx.api.hook import register_hook
 from phalanx.api.join import join
+from phalanx.api.passes import accumulate, no_sync, step_stats, synchronize, weight
 from phalanx.api.precision import NORM_LAYERS, Precision
-from phalanx.api.replicate import (
-    accumulate,
-    is_replicated,
-    no_sync,
-    replicate,
-    step_stats,
-    synchronize,
-    unreplicate,
-    weight,
-)
+from phalanx.api.replica import is_replicated
+from phalanx.api.replicate import replicate, unreplicate
 from phalanx.api.step_in_backward import step_in_backward
 from phalanx.api.sync_batch_norm import SyncBatchNorm, synchronize_batch_norm
 from phalanx.api.world import World, init, shutdown

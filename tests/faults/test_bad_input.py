@@ -23,7 +23,7 @@ from tests.ranks.replicas import SMALL, batch, check_steps, flush_engine, mlp, p
 from torch import nn
 
 import phalanx as px
-from phalanx.api.replicate import replica_of
+from phalanx.api.replica import replica_of
 from phalanx.errors import (
     GroupAbortedError,
     MismatchError,

@@ -33,7 +33,7 @@ from tests.gpu.device_ranks import (
 from tests.parity.models import CASES, Case
 
 import phalanx as px
-from phalanx.api.replicate import replica_of
+from phalanx.api.replica import replica_of
 
 pytestmark = gpu
 

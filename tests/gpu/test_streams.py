@@ -34,7 +34,7 @@ from tests.gpu.device_ranks import (
 )
 
 import phalanx as px
-from phalanx.api.replicate import replica_of
+from phalanx.api.replica import replica_of
 from phalanx.reducer.reducer import Reducer
 
 pytestmark = gpu

@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 
 import phalanx as px
 from phalanx import events
-from phalanx.api.replicate import replica_of
+from phalanx.api.replica import replica_of
 from phalanx.errors import PeerFailedError
 from phalanx.testing import run_ranks as run_ranks_within
 

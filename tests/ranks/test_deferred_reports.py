@@ -25,7 +25,7 @@ from tests.ranks.replicas import (
 from torch import nn
 
 import phalanx as px
-from phalanx.api.replicate import replica_of
+from phalanx.api.replica import replica_of
 from phalanx.comm.c10d import C10dGroup
 from phalanx.errors import PeerFailedError, PhalanxError, ReducerStateError
 from phalanx.testing import run_ranks

@@ -9,7 +9,7 @@ from tests.ranks.replicas import SMALL, assert_gradients, average_gradients, bat
 from torch import nn
 
 import phalanx as px
-from phalanx.api.replicate import replica_of
+from phalanx.api.replica import replica_of
 from phalanx.errors import ReducerStateError
 from phalanx.testing import ranks
 

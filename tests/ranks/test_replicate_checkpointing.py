@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import phalanx as px
-from phalanx.api.replicate import replica_of
+from phalanx.api.replica import replica_of
 from phalanx.errors import PeerFailedError
 from phalanx.testing import ranks
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import phalanx as px
 from phalanx import events
-from phalanx.api.replicate import replica_of
+from phalanx.api.replica import replica_of
 from phalanx.testing import ranks
 
 WIDTH, LAYERS, BUCKET = 64, 8, 3 * 64 * 64 * 4

@@ -10,7 +10,7 @@ from torch import nn
 
 import phalanx as px
 from phalanx import events
-from phalanx.api.replicate import replica_of
+from phalanx.api.replica import replica_of
 from phalanx.errors import PeerFailedError
 from phalanx.testing import ranks
 

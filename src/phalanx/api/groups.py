@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from phalanx.api.world import checked_timeout
-from phalanx.comm.c10d import own_groups_of
+from phalanx.comm.process_groups import own_groups_of
 
 
 def monitored_barrier(

@@ -8,7 +8,7 @@ import weakref
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from phalanx.api.replicate import Replica, replica_of
+from phalanx.api.replica import Replica, replica_of
 from phalanx.comm.c10d import C10dGroup
 from phalanx.errors import MismatchError, PeerFailedError
 from phalanx.hooks.call import HookCall, TorchHook, hook_name

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from phalanx.api import optimizer_watch
 from phalanx.api.join_round import Round, WhenOut
-from phalanx.api.replicate import Replica, replica_of
+from phalanx.api.replica import Replica, replica_of
 from phalanx.api.state_copy import Stateful, copy_state
 from phalanx.api.sync_batch_norm import problem_with, synchronized_layers
 from phalanx.comm.coalesced import broadcast_coalesced

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from phalanx.api.replicate import Replica
+from phalanx.api.replica import Replica
 from phalanx.api.sync_batch_norm import Shadowing
 from phalanx.comm.c10d import C10dGroup
 from phalanx.comm.guard import CollectiveGuard

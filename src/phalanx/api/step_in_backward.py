@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from phalanx.api.replicate import replica_of
+from phalanx.api.replica import replica_of
 from phalanx.errors import MismatchError
 from phalanx.optim.in_backward import StepInBackward, keep, problem_with_parameters
 from phalanx.reducer.reducer import Reducer

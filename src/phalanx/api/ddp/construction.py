@@ -12,7 +12,7 @@ from torch import nn
 
 from phalanx.api.axis import check_mesh, group_along
 from phalanx.api.lowering import Lowering
-from phalanx.api.replicate import is_replicated
+from phalanx.api.replica import is_replicated
 from phalanx.comm.c10d import C10dGroup
 from phalanx.comm.coalesced import broadcast_coalesced
 from phalanx.errors import MismatchError

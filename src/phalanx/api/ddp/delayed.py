@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from phalanx.api import optimizer_watch
-from phalanx.comm.c10d import group_of, own_group, release_group
+from phalanx.comm.c10d import group_of
 from phalanx.comm.coalesced import broadcast_coalesced
+from phalanx.comm.process_groups import own_group, release_group
 from phalanx.reducer.grad_hooks import hook_gradient
 from phalanx.reducer.options import ReducerOptions
 from phalanx.reducer.plan import BucketPolicy

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 import warnings
@@ -36,7 +35,7 @@ from phalanx.api.ddp.joining import Joining
 from phalanx.api.ddp.logger import Logger
 from phalanx.api.ddp.mixed_precision import cast_module, precision_of
 from phalanx.api.ddp.options import BucketCaps, Devices, engine_options
-from phalanx.api.ddp.pickling import nearest_importable, new
+from phalanx.api.ddp.pickling import Pickling
 from phalanx.api.ddp.torch_reducer import TorchReducer
 from phalanx.api.lowering import Lowering
 from phalanx.comm.c10d import C10dGroup, group_of
@@ -52,7 +51,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class DistributedDataParallel(BufferSync, CommHooks, DelayedParameters, Joining, TorchDDP):
+class DistributedDataParallel(BufferSync, CommHooks, DelayedParameters, Joining, Pickling, TorchDDP):
     """Wraps a module so that backward averages its gradients over the ranks: torch's class, on Phalanx's engine.
 
     Arguments, attributes and errors are those of `torch.nn.parallel.DistributedDataParallel`, whose documentation
@@ -277,61 +276,6 @@ class DistributedDataParallel(BufferSync, CommHooks, DelayedParameters, Joining,
         if self.logger is not None:
             self.logger.set_error_and_log(f"{err_type}: {err_msg}")
         raise err_type(err_msg)
-
-    # -- pickling -------------------------------------------------------------------------------------------------
-
-    def __getstate__(self) -> dict[str, Any]:
-        self._check_default_group()
-        state = copy.copy(self.__dict__)
-        local = ("process_group", "reducer", "logger", "_engine", "_watched", "_hook_call", "_lowering")
-        for name in (
-            *local,
-            "_delayed",
-            "_watched_delay",
-            "_contexts",
-            "_norms",
-            "_norms_of",
-            "_buffer_tables",
-            "_buffer_pieces",
-        ):
-            state.pop(name, None)
-        state["_comm_hooks"] = []  # as with torch, hooks are registered anew: their state may hold a process group
-        state["broadcast_buffers"] = self.forward_sync_buffers  # a property: torch's own class reads it, old and new
-        return state
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # A class that was made on the fly cannot be found again by its name: its nearest ancestor that can stands in.
-        reduced = super().__reduce_ex__(protocol)
-        return (new, (nearest_importable(type(self)),), *reduced[2:])
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.process_group = dist.distributed_c10d._get_default_group()
-        nn.Module.__setstate__(self, state)
-        self.__dict__.setdefault("require_forward_param_sync", True)
-        self.__dict__.setdefault("require_backward_grad_sync", True)
-        self.__dict__.setdefault("forward_sync_buffers", self.__dict__.pop("broadcast_buffers", True))
-        if "_caps" not in self.__dict__:  # pickled by torch's own class, which was swapped for ours since
-            first = int(dist._DEFAULT_FIRST_BUCKET_BYTES) if self.bucket_bytes_cap_default else self.bucket_bytes_cap
-            self._caps = BucketCaps(self.bucket_bytes_cap, first, tuple(self.__dict__.get("bucket_bytes_cap_list", ())))
-        self.logger = self._delayed = None
-        parameters, sparse = self._build_params_for_reducer()
-        if self._delay_all_reduce_params:  # a parameter does not take its hooks along
-            self._register_delay_all_reduce_hook(self.bucket_bytes_cap, self._delay_arguments[1], self.device_ids)
-            if self._delay_all_reduce_all_params:
-                return
-        self._build_engine(parameters, sparse, self._build_debug_param_to_name_mapping(parameters), self.static_graph)
-
-    def _check_default_group(self) -> None:
-        try:
-            is_default = self.process_group == dist.distributed_c10d._get_default_group()
-        except (RuntimeError, ValueError):
-            is_default = False
-        if not is_default:
-            self._log_and_throw(
-                RuntimeError,
-                "DDP Pickling/Unpickling are only supported when using DDP with the default process group. That is, when "
-                "you have called init_process_group and have not passed process_group argument to DDP constructor",
-            )
 
     # -- forward --------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,8 @@ from torch import nn
 
 from phalanx.api.sync_batch_norm.header import Grads, Header, first_difference
 from phalanx.api.sync_batch_norm.words import LISTENING, UNKNOWN_LAYER, Direction, Word
-from phalanx.comm.c10d import C10dGroup, group_of, own_group
+from phalanx.comm.c10d import C10dGroup, group_of
+from phalanx.comm.process_groups import own_group
 from phalanx.errors import CollectiveTimeoutError, MismatchError, PeerFailedError
 
 # How long ranks wait for each other where a layer is used for the first time; the first batch may be slow to come.

@@ -11,8 +11,9 @@ import torch
 
 from phalanx.api.ddp import contexts as seam
 from phalanx.comm.board import Poll
-from phalanx.comm.c10d import C10dGroup, group_of, own_group, release_group
+from phalanx.comm.c10d import C10dGroup, group_of
 from phalanx.comm.group import Work
+from phalanx.comm.process_groups import own_group, release_group
 from phalanx.compose.rpc import peers
 from phalanx.compose.rpc.agreement import ROW_LENGTH, Row, Verdict, judge
 from phalanx.compose.rpc.floor import Floor
