@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.testing import RanksFailed, ranks, run_ranks
+from phalanx.testing import RanksFailed, meet, ranks, run_ranks
 from phalanx.testing.server import why_not_forkable
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -39,6 +39,14 @@ def test_body_runs_in_a_process_group() -> None:
     dist.all_reduce(total)
     assert total.item() == 2
     assert dist.get_world_size() == 2
+
+
+@ranks(3)
+def test_ranks_meet_without_a_collective(tmp_path: Path) -> None:
+    for turn in range(2):
+        (tmp_path / f"{turn} {dist.get_rank()}").touch()
+        meet(f"turn {turn}")
+        assert all((tmp_path / f"{turn} {rank}").exists() for rank in range(3))
 
 
 @ranks(3, backend=None)

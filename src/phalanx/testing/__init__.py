@@ -14,6 +14,7 @@ fails when a rank fails, hangs, or leaves a process, thread, descriptor or share
 
 from phalanx.testing.client import ServerLost, shut_down, warm_up
 from phalanx.testing.harness import RankOptions, ranks, run_ranks
+from phalanx.testing.meeting import meet
 from phalanx.testing.verdict import RanksFailed
 
-__all__ = ["RankOptions", "RanksFailed", "ServerLost", "ranks", "run_ranks", "shut_down", "warm_up"]
+__all__ = ["RankOptions", "RanksFailed", "ServerLost", "meet", "ranks", "run_ranks", "shut_down", "warm_up"]
