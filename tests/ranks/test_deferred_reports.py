@@ -18,6 +18,7 @@ from tests.ranks.replicas import (
     average_gradients,
     batch,
     check_steps,
+    equal_on_all_ranks,
     flush_engine,
     mlp,
     plain_loss,
@@ -177,31 +178,72 @@ def failing_loss(model: nn.Sequential, rank: int, step: int) -> torch.Tensor:
     return model[3:](hidden).square().sum()
 
 
-def one_raises(failing: int) -> None:
-    """The others have finished that step, and hear of it in the next."""
+class Remembers(nn.Module):
+    """A buffer that is another on every rank until it is synchronised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("last", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = x.detach().mean().expand(3).clone()
+        return x
+
+
+def with_buffer() -> nn.Sequential:
+    return nn.Sequential(*mlp(), Remembers())
+
+
+def one_raises(failing: int, make: Callable[[], nn.Sequential], at: int) -> None:
+    """The others have finished that step, and hear of it in the next; of the very first one at once."""
     rank = dist.get_rank()
-    model, reference = px.replicate(mlp(), **SMALL), mlp()
-    check_steps(model, reference, plain_loss, steps=5)
+    model, reference = px.replicate(make(), **SMALL), make()
+    check_steps(model, reference, plain_loss, steps=at)
     told: list[tuple[int, type[Exception]]] = []
     said = ""
-    for step in range(5, 12):
+    for step in range(at, at + 6):
         model.zero_grad()
-        bad = step == 6 and rank == failing
+        bad = step == at and rank == failing
         try:
             (failing_loss if bad else plain_loss)(model, rank, step).backward()
         except (OSError, PhalanxError) as error:
             told.append((step, type(error)))
             said = str(error)
             flush_engine()
-        if step != 6:  # also where it was told of the step before, a step is that of all ranks
+        if step != at:  # also where it was told of the step before, a step is that of all ranks
             assert_gradients(model, average_gradients(reference, plain_loss, step))
-    assert told == ([(6, OSError)] if rank == failing else [(7, PeerFailedError)])
-    assert rank == failing or f"rank {failing} raised in its backward pass of step 7, the step before" in said
+            assert all(equal_on_all_ranks(buffer) for buffer in model.buffers())
+    learnt = at if at == 0 else at + 1
+    assert told == ([(at, OSError)] if rank == failing else [(learnt, PeerFailedError)])
+    before = f" of step {at + 1}, the step before" if at else ""
+    assert rank == failing or f"rank {failing} raised in its backward pass{before}" in said
 
 
-def weight_on_one() -> None:
+def evaluating() -> None:
+    """A rank that reads at once knows that no module is in training mode, and the others do not."""
+    last = dist.get_world_size() - 1
+
+    def loss(m: nn.Module, rank: int, step: int) -> torch.Tensor:
+        hidden = m[1](m[0](batch(rank, step), [0, 1] if rank == last and step == 6 else [0, 1, 2, 3]))
+        return hidden.square().sum()
+
+    model, reference = (nn.Sequential(branches(), Remembers()).eval() for _ in range(2))
+    check_steps(px.replicate(model, **SMALL), reference, loss, steps=10)
+
+
+def changed_on_one() -> None:
+    """What is no error: the others compare in their next step, when they have done all of this one."""
+    model, reference = px.replicate(with_buffer(), **SMALL), with_buffer()
+    check_steps(model, reference, plain_loss, steps=5)
+    if dist.get_rank() == 0:
+        model.add_module("more", nn.Identity())
+    check_steps(model, reference, plain_loss, steps=5)
+    assert equal_on_all_ranks(model[5].last)
+
+
+def weight_on_one(make: Callable[[], nn.Sequential]) -> None:
     rank = dist.get_rank()
-    model, reference = px.replicate(mlp(), **SMALL), mlp()
+    model, reference = px.replicate(make(), **SMALL), make()
     check_steps(model, reference, plain_loss, steps=5)
     told = []
     for step in range(5, 11):
@@ -241,5 +283,15 @@ def frozen_on_one() -> None:
 
 @everywhere
 def test_what_one_rank_alone_has_to_tell(where: str) -> None:
-    raised = [functools.partial(one_raises, failing) for failing in (0, 1)]
-    in_ranks(where, *raised, weight_on_one, frozen_on_one)
+    in_ranks(where, functools.partial(weight_on_one, mlp), evaluating, changed_on_one, frozen_on_one)
+
+
+@everywhere
+@pytest.mark.parametrize("make", [mlp, with_buffer])
+def test_one_raises(where: str, make: Callable[[], nn.Sequential]) -> None:
+    in_ranks(where, *(functools.partial(one_raises, failing, make, at) for failing in (0, 1) for at in (0, 1, 6)))
+
+
+@everywhere
+def test_one_gives_a_weight_and_buffers_travel(where: str) -> None:
+    in_ranks(where, functools.partial(weight_on_one, with_buffer))

@@ -75,7 +75,8 @@ class Replica:
         self.reducer.gate = self._synchronises_now
         self.reducer.own_flags = self._flags
         self.reducer.on_change = self._after_change
-        self.reducer.on_report = [self.buffers.after_step, self._say_unused]
+        self.reducer.behind_step = self.buffers.after_step
+        self.reducer.on_report = [self._say_unused]
         optimizer_watch.watch(self)
         engines.add(self.reducer)
         if lowering is not None:

@@ -104,6 +104,8 @@ class C10dGroup(BoardGroup):
         )
         self.process_group = process_group
         self._backends = backends_of(process_group)
+        if "phalanx" in self._backends.values():  # which hands CUDA tensors to NCCL, and returns NCCL's works
+            self._backends["cuda"] = "nccl"
         self.averages = set(self._backends.values()) <= _AVERAGING_BACKENDS
         self._sums = {kind: _all_reduce_options(op) for kind, op in _OPS.items()}
 

@@ -42,7 +42,7 @@ def release_group(process_group: dist.ProcessGroup) -> None:
     known = distributed_c10d._world.pg_map
     if process_group not in known or process_group is dist.group.WORLD or process_group.size() != dist.get_world_size():
         return
-    if "nccl" not in backends_of(process_group).values():
+    if "nccl" not in backends_of(process_group).values() and not getattr(process_group, "uses_accelerator", False):
         dist.destroy_process_group(process_group)
 
 

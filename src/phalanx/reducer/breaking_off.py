@@ -17,7 +17,7 @@ from phalanx.reducer.grad_hooks import BackwardPasses, current_pass
 from phalanx.reducer.options import ReducerOptions, ReducerStats
 from phalanx.reducer.planner import Planner
 from phalanx.reducer.standing import Standing
-from phalanx.reducer.unused import Flag
+from phalanx.reducer.unused import Flag, Report
 from phalanx.reducer.weights import Weighting
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,12 @@ class BreakingOff:
     _carrier: Carrier
     _passes: BackwardPasses
     _standing: Standing
+    behind_step: Callable[[Report], None]
     _launch_rest: Callable[[int], list[Work]]
+
+    @property
+    def may_be_read_late(self) -> bool:
+        raise NotImplementedError
 
     # -- the step, as ranks name it to each other ---------------------------------------------------------------------
 
@@ -93,6 +98,8 @@ class BreakingOff:
                 return
             with torch.no_grad():
                 self._standing.drain_later(self._launch_rest(Flag.FAILED))
+                if self.may_be_read_late:
+                    self.behind_step(self.planner.layout.control.nothing)
         except Exception as error:  # called while another exception is on its way to the user: that one counts
             logger.warning("rank %d could not tell its peers that its backward failed: %s", self.group.rank, error)
         self.reset()

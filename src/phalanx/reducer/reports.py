@@ -57,11 +57,12 @@ class Reports:
             control, tensor = layout.control, layout.control_tensor
             if tensor.is_cpu and control.is_usual(tensor, control.num_written):
                 return control.nothing
-            return control.read(tensor, averaged=averaged)
+            report = control.read(tensor, averaged=averaged)
+            return report if layout.deferred is None else report.without(Flag.EVALUATING)
         if not is_capturing(layout.control_tensor.device):
             layout.deferred.start(layout.control_tensor, averaged=averaged)
             self.awaited = layout.deferred
-        # Whether the others' modules train is not known: then buffers are synchronised in any case, alike on all.
+        # Whether the others' modules train is not known here: then buffers are synchronised in any case, alike on all.
         return layout.control.expected(said.flags[0] & ~Flag.EVALUATING)
 
     def read_awaited(self, layout: Layout, group: Group, *, step: int) -> Report | None:

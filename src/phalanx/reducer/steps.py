@@ -65,7 +65,11 @@ class Steps(BreakingOff):
         self.on_change: Callable[[Report], None] = lambda report: None
         """Called on every rank before those of `on_report` when some rank's parameters are not what was agreed on."""
         self.on_report: list[Callable[[Report], None]] = []
-        """Called on every rank, in the same order, when a step's gradients are averaged: may use the group."""
+        """Called on every rank, in the same order, when a step's gradients are averaged."""
+        self.behind_step: Callable[[Report], None] = lambda report: None
+        """Called before those: may use the group. In a step that `may_be_read_late` it is called on every rank in any case,
+        also on one whose pass failed, as ranks that do not know of it yet will have called it; and what collectives it runs
+        must not depend on a report that only some have read."""
         self.on_error: Callable[[str], None] = lambda message: None
         """Told the text of errors that this reducer raises in a hook, where nobody else can catch them."""
         self.divisor: int | None = None
@@ -111,6 +115,14 @@ class Steps(BreakingOff):
     def has_learnt(self) -> bool:
         """Whether a step has shown how often each gradient comes."""
         return self._learnt
+
+    @property
+    def may_be_read_late(self) -> bool:
+        """Whether a rank may go on behind this step before it has read what the others say of it; alike on all ranks.
+
+        Not in a loop that needs to know, nor where they agree on an order behind the step: one whose pass failed does not.
+        """
+        return self.layout.on_streams and self.before_step is None and self.planner.arrivals is None
 
     @property
     def all_arrived(self) -> bool:
@@ -169,7 +181,7 @@ class Steps(BreakingOff):
         if self._reports.awaited is not None:
             report = self._reports.read_awaited(self.layout, self.group, step=self.step)
             if report is not None:
-                self.on_change(report)
+                self._follow_change(report)
         if self.before_step is not None:
             self.before_step()
         try:
@@ -196,6 +208,14 @@ class Steps(BreakingOff):
         self.stats.times.first_gradient_ns = time.perf_counter_ns()
         if events.listeners:
             events.emit(events.StepStarted(self.name, self.step))
+
+    def _follow_change(self, report: Report) -> None:
+        """Some rank's parameters had changed in the last step, as this one learns now."""
+        try:
+            self.on_change(report)
+        except PhalanxError as error:  # as on the rank that said so
+            self._break(error, tell=False)
+            raise
 
     def _end_of_backward(self) -> None:
         """The root pass is over."""
@@ -241,10 +261,14 @@ class Steps(BreakingOff):
             finally:
                 self.group.undertakings.remove(self)
             try:
-                if report.has(Flag.CHANGED):
+                changed, late = report.has(Flag.CHANGED), self.may_be_read_late
+                if changed and not late:
                     self.on_change(report)
+                self.behind_step(report)
                 for action in self.on_report:
                     action(report)
+                if changed and late:  # others read of it in the next step, when they have done all this
+                    self.on_change(report)
             except PhalanxError as error:  # all ranks compare at this point: each finds out by itself
                 self._break(error, tell=False)
                 raise
@@ -343,7 +367,7 @@ class Steps(BreakingOff):
         waited_s = self._wait_for(works)
         layout, carrier, stats = self.layout, self._carrier, self.stats
         averaged = layout.rides and carrier.averages and self.group.size > 1
-        now = layout.deferred is None or self._must_read_now
+        now = self._must_read_now
         report = self._reports.read(layout, communicates=carrier.communicates, averaged=averaged, now=now)
         if report is not layout.control.nothing:
             self._raise_for(report)
@@ -373,8 +397,8 @@ class Steps(BreakingOff):
 
     @property
     def _must_read_now(self) -> bool:
-        """Whether this rank has something unusual to tell, or a loop that needs to know of the others' in each step."""
-        return not self._reports.is_usual or self.before_step is not None
+        """Whether this rank has something unusual to tell, or all ranks read at once."""
+        return not self._reports.is_usual or not self.may_be_read_late
 
     def _refuse_capture(self) -> None:
         if is_capturing(self.layout.control_tensor.device):
@@ -405,11 +429,13 @@ class Steps(BreakingOff):
     def _raise_for(self, report: Report) -> None:
         if not report.has(Flag.FAILED | Flag.WEIGHTED):
             return
-        failed = report.ranks_with(Flag.FAILED)
+        failed, wrong = report.ranks_with(Flag.FAILED), wrong_weights(report)
+        if (failed or wrong) and self.may_be_read_late:
+            self.behind_step(report)
         if failed:
             cause = self.group.failure_of(failed[0], self.topic)
             self._drop(refusals.peer_failed(failed, cause, rank=self.group.rank, step=self.step))
-        if wrong := wrong_weights(report):
+        if wrong:
             self._drop(ReducerStateError(wrong, rank=self.group.rank, step=self.step))
 
     def _learn(self) -> None:

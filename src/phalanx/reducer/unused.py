@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 
 import torch
@@ -60,6 +60,10 @@ class Report:
     def has(self, flags: int) -> bool:
         """Whether any rank says any of these."""
         return bool(flags & self._any)
+
+    def without(self, flag: int) -> Report:
+        """The same, as if no rank had said this."""
+        return replace(self, flags=[flags & ~flag for flags in self.flags]) if self.has(flag) else self
 
     def ranks_with(self, flag: int) -> list[int]:
         if not flag & self._any:

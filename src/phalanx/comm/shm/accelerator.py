@@ -44,6 +44,10 @@ class Accelerator:
                 self._group._set_sequence_number_for_group()
             return self._group
 
+    @property
+    def in_use(self) -> bool:
+        return self._group is not None
+
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
         if self._group is not None:

@@ -120,6 +120,11 @@ class PhalanxGroup(Operations, ProcessGroup):  # type: ignore[misc]
     def _get_backend(self, device: torch.device) -> Any:
         return self if device.type == "cpu" else self._accelerator.group()
 
+    @property
+    def uses_accelerator(self) -> bool:
+        """Whether it has a communicator of another backend's, which only all ranks together may close."""
+        return self._accelerator.in_use
+
     def get_group_store(self) -> Store:
         if self._store is None:
             raise RuntimeError(f"group {self._group_name} has been shut down on rank {self._rank}")
