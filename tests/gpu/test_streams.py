@@ -280,9 +280,11 @@ def check_a_step_in_a_cuda_graph() -> None:
     for which in ("replicate", "replicate, small buckets"):
         for momentum in (0.0, 0.9):
             _captured(which, momentum)
+        _captured(which, 0.9, elsewhere=True)
 
 
-def _captured(which: str, momentum: float) -> None:
+def _captured(which: str, momentum: float, *, elsewhere: bool = False) -> None:
+    """`elsewhere`: in a stream that torch chooses, and not in that of the steps before."""
     module, reference = Towers().to(DEVICE), Towers().to(DEVICE)
     model = wrapped(which, module)
     batches = [data(0, step, 16, WIDTH) for step in range(14)]
@@ -311,8 +313,9 @@ def _captured(which: str, momentum: float) -> None:
     graph = torch.cuda.CUDAGraph()
     static.copy_(batches[7])
     optimizer.zero_grad(set_to_none=True)
-    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, stream=None if elsewhere else side, capture_error_mode="thread_local"):
         loss = step_on(model, static, optimizer)
+    assert reducer_of(model).arrivals.roll is not None
     losses = []
     for batch in batches[7:12]:
         static.copy_(batch)

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 
 import phalanx as px
+from phalanx.comm.c10d import group_of
+from phalanx.comm.process_groups import own_group
 from phalanx.testing import ranks
 
 
@@ -24,6 +26,19 @@ def _missing(backend: str) -> None:
     if dist.get_rank() == 0:
         with pytest.raises(RuntimeError, match=r"(?i)rank.? *1"):
             px.monitored_barrier(timeout_s=0.5)
+
+
+@ranks(2, backend="phalanx")
+def test_what_it_hands_to_nccl_is_waited_for_as_nccls() -> None:
+    """A time-out in waiting for NCCL's works is no poll: it ends the communicator."""
+    for group in (dist.group.WORLD, own_group(dist.group.WORLD)):
+        adapter = group_of(group)
+        assert adapter.waits_on_streams(torch.device("cuda", 0))
+        assert not adapter.waits_on_streams(torch.device("cpu"))
+        assert adapter._backend_for(torch.empty(0)) == "phalanx"
+        assert not group.uses_accelerator  # so it may be closed by one rank after the other
+    adapter = group_of(dist.new_group(backend="gloo"))
+    assert not adapter.waits_on_streams(torch.device("cuda", 0))
 
 
 @ranks(4, backend="phalanx")

@@ -19,6 +19,7 @@ from torch import nn
 
 from phalanx.api.lowering_hooks import Enter, HealBeforeStateDict, Leave, ToFull, ToLow, calls_under_way
 from phalanx.api.precision import Precision
+from phalanx.reducer.streams import current_stream
 
 _Table = dict[str, Any]
 
@@ -49,6 +50,7 @@ class Lowering:
         self._thread = 0
         self._swaps: list[_Swap] = []
         self._flat_weights: list[tuple[nn.RNNBase, dict[str, Any]]] = []
+        self._made_in: tuple[torch.device, int] | None = None  # on a GPU: where casts were made, and in which stream
         self._read_names(root, {*without, *(layer for layer in policy.keep_full if isinstance(layer, str))})
 
     def _read_names(self, root: nn.Module, names: set[str]) -> None:
@@ -139,6 +141,8 @@ class Lowering:
             owner = None
         if owner is not None:
             self._depth += owner is module
+            if self._made_in is not None and current_stream(self._made_in[0]) != self._made_in[1]:
+                _use_here(module)
             return False
         self._owner, self._depth, self._thread = weakref.ref(module), 1, threading.get_ident()
         try:
@@ -203,6 +207,8 @@ class Lowering:
                     self._swap(module._parameters, kept, param_dtype, casts, is_buffer=False)
                 if buffer_dtype is not None:
                     self._swap(module._buffers, kept, buffer_dtype, casts, is_buffer=True)
+        device = next((cast.device for cast in casts.values() if cast.is_cuda), None)
+        self._made_in = None if device is None else (device, current_stream(device))
 
     def _swap(
         self,
@@ -221,6 +227,13 @@ class Lowering:
                 cast = casts[id(tensor)] = tensor.to(dtype)
             self._swaps.append(_Swap(table, key, tensor, cast, is_buffer))
             table[key] = cast
+
+
+def _use_here(module: nn.Module) -> None:
+    """Some layer runs in a stream of its own. Autograd lets go of its casts while that stream may still read them."""
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is not None and tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def _take_over_changes(real: torch.Tensor, cast: torch.Tensor) -> None:

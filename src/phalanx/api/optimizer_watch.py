@@ -160,7 +160,7 @@ def _refuse(reducer: Reducer, names: list[str], why: str) -> NoReturn:
 def _take_part(replica: Watched, optimizer: Optimizer) -> None:
     """No pass of this rank has synchronised since the last step. Nothing was computed: zeros. Something was: an error."""
     reducer = replica.reducer
-    if not replica.takes_part():
+    if not replica.takes_part() or _is_replayed(reducer):
         return
     # Under torch's contract whatever lies in .grad counts, whoever put it there.
     owned = reducer.options.placement is Placement.OWNED
@@ -181,6 +181,12 @@ def _take_part(replica: Watched, optimizer: Optimizer) -> None:
         reducer.name,
     )
     reducer.synchronize()
+
+
+def _is_replayed(reducer: Reducer) -> bool:
+    """Whether the gradients may be those of a CUDA graph's replay: it averages them, and nothing here is told of it."""
+    captured = reducer.layout.control.is_captured
+    return captured and all(getattr(slot.ref(), "grad", None) is slot.shown for slot in reducer.slots)
 
 
 def _changes_nothing(optimizer: Optimizer) -> bool:

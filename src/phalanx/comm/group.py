@@ -139,5 +139,9 @@ class Group(ABC):
         """What `rank` posted as the cause of its failure in `topic`, if it did."""
 
     @abstractmethod
+    def check_notices(self) -> None:
+        """Raise what others have said of this group or of what this rank is at, or that one of them is gone."""
+
+    @abstractmethod
     def abort(self, reason: str) -> None:
         """Wake all waiters, on every rank, with an error that carries the reason. The group is of no use afterwards."""

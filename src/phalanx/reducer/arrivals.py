@@ -7,6 +7,7 @@ Everything else goes through `arrive`. When two steps have shown the same order,
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import NoReturn, Protocol
@@ -15,7 +16,7 @@ import torch
 
 from phalanx import events
 from phalanx.errors import ReducerStateError
-from phalanx.reducer import grad_hooks
+from phalanx.reducer import grad_hooks, refusals
 from phalanx.reducer.bucket import Bucket, ParameterSlot
 from phalanx.reducer.grad_hooks import BackwardPasses, current_pass, has_other_hooks, without_grad
 from phalanx.reducer.headroom import find_room, in_use
@@ -24,11 +25,16 @@ from phalanx.reducer.options import Placement, ReducerOptions, ReducerStats
 from phalanx.reducer.planner import Planner
 from phalanx.reducer.roll_call import RollCall
 from phalanx.reducer.runs import Run
-from phalanx.reducer.streams import current_stream
+from phalanx.reducer.streams import HOME, current_stream, is_capturing
 
 MIN_ROLLED = 2
 MAX_PATIENCE = 1024
 _NO_PASS = -2  # no pass has this number: every arrival takes the long way
+
+
+def on_several_devices(slots: Sequence[ParameterSlot]) -> bool:
+    """Whether hooks may be called by several threads at a time: autograd's engine has one for each device."""
+    return len({slot.bucket.spec.device for slot in slots}) > 1
 
 
 class Mode(Enum):
@@ -77,6 +83,8 @@ class Arrivals:
         self._came_before: list[int] | None = None  # in the pass before: an order must come twice to be believed
         self._record_from = 0  # which step to record next, and how many to let pass if it is of no use
         self._patience = 1
+        self._turns: threading.RLock | None = None
+        """Where parameters lie on several devices: each has a thread of the engine's, and one arrives at a time."""
 
     # -- one by one ------------------------------------------------------------------------------------------------
 
@@ -112,6 +120,13 @@ class Arrivals:
 
     def arrive(self, slot: ParameterSlot) -> None:
         """Any arrival: the first of a pass, one under a listener, a repeated, sparse, unexpected or unsynchronised one."""
+        if self._turns is None:
+            self._arrive(slot)
+        else:
+            with self._turns:
+                self._arrive(slot)
+
+    def _arrive(self, slot: ParameterSlot) -> None:
         step = self._step
         if step.mode is not None and self._passes.is_stale():
             step.abandon()  # an earlier pass was broken off unnoticed: this one is not part of it
@@ -129,7 +144,7 @@ class Arrivals:
         if self._pass == _NO_PASS or current_pass() != self._pass:
             # Under create_graph gradients have a graph of their own, which the short way cannot copy from.
             recording = step.planner.arrivals is not None or self._came is not None
-            plain = not recording and not events.listeners and not torch.is_grad_enabled()
+            plain = not (recording or self._turns or events.listeners or torch.is_grad_enabled())
             self._pass = current_pass() if plain else _NO_PASS
 
     def _accept(self, slot: ParameterSlot) -> None:
@@ -254,9 +269,14 @@ class Arrivals:
         if roll.complete:
             roll.stand_by()
             return
+        device = roll.slots[0].bucket.spec.device
+        if is_capturing(device):
+            self._step.abandon()  # at the end of a pass nobody else would
+            raise refusals.order_lost_in_capture(rank=self._step.rank, step=self._step.step)
         rest = roll.finish()
-        if rest.arrived and rest.arrived[0].bucket.spec.device.type == "cuda":
-            torch.cuda.synchronize()  # in which streams they came is no longer known; once, when an order is lost
+        on_gpu = bool(rest.arrived) and device.type == "cuda"
+        if on_gpu:
+            torch.cuda.synchronize(device)  # in which streams they came is no longer known; once, when an order is lost
         self.show_rolled()
         self._intake.irregular = True
         self._order_lost = True
@@ -267,6 +287,8 @@ class Arrivals:
                 self._accept(slot)
             for slot in rest.again:
                 self._accept_repeated(slot)
+        if on_gpu:  # what was copied here and let go of is memory of other streams, which may use it again at once
+            torch.cuda.current_stream(device).synchronize()
 
     def _accept_repeated(self, slot: ParameterSlot) -> None:
         """One has come again: after a run had taken it in, or while its gradient waited for others, and was added to."""
@@ -289,7 +311,7 @@ class Arrivals:
         """The buckets are ready for a step's gradients."""
         self.rolled = self._order_lost = False
         # Compiled autograd compiles anew for other hooks, so they stay what they are.
-        due = self.roll is None and self._step.stats.steps >= self._record_from
+        due = self.roll is None and self._turns is None and self._step.stats.steps >= self._record_from
         self._came = [] if due and not grad_hooks.compiler.in_pass() else None
 
     def expect_nothing(self) -> None:
@@ -349,17 +371,27 @@ class Arrivals:
                 self._record_later()
             return
         self._came_before = None
+        home = came[0].stream
+        for slot in fit:
+            slot.stream = HOME if slot.stream == home else slot.stream
         find_room(fit, kept=self._step.options.placement is Placement.COPY)
         self.roll = RollCall(fit, first=self._begin_by, take=self._take_run, lost=self._lose_order)
         self.lay_out()
 
+    def forget_runs(self) -> None:
+        """The buckets are let go: runs have views of them."""
+        if self.roll is not None:
+            self.roll.forget_runs()
+
     def lay_out(self) -> None:
         """The buckets were laid out anew: plan the runs for them, or disband where some parameters are gone."""
+        layout = self._step.planner.layout
+        several = on_several_devices(layout.slots)
+        self._turns = (self._turns or threading.RLock()) if several else None
         if self.roll is None:
             return
-        layout = self._step.planner.layout
         present = {id(slot) for slot in layout.slots if not slot.bucket.spec.sparse}
-        if all(id(slot) in present for slot in self.roll.slots):
+        if not several and all(id(slot) in present for slot in self.roll.slots):
             self.roll.lay_out()
             for slot, hook in self.roll.hooks():
                 self._step.planner.rehook(slot, hook)
@@ -373,6 +405,7 @@ class Arrivals:
             return
         self.show_rolled()
         roll, self.roll = self.roll, None
+        roll.forget_runs()  # it is freed by the garbage collector alone, which may be long in coming
         for slot in roll.slots:
             self._step.planner.rehook(slot)
         self._step.planner.layout.look_at_each()

@@ -56,7 +56,10 @@ class BreakingOff:
     @property
     def topic(self) -> str:
         """The step under way, as ranks name it to each other."""
-        return f"step {self.step} of {self.label}"
+        return self.topic_of(self.step)
+
+    def topic_of(self, step: int) -> str:
+        return f"step {step} of {self.label}"
 
     @property
     def topics(self) -> tuple[str, str]:
@@ -74,6 +77,7 @@ class BreakingOff:
         self._standing.drain_later(bucket.work for bucket in self.buckets if bucket.work is not None)
         for bucket in self.buckets:
             bucket.work = None
+            bucket.streams.forget()
         for slot in self.slots:  # what it had set aside is of that step alone
             slot.late = slot.stale = None
         self.mode = None

@@ -8,9 +8,15 @@ that, has the numbers copied to the host behind the reduction, and reads them be
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import torch
 
 from phalanx.reducer.unused import ControlBlock, Report
+
+PAUSE_S = 0.0001  # the device is then a whole forward pass behind: what a pause is too long does not show
+LOOK_EVERY_S = 0.2
 
 
 class DeferredReport:
@@ -28,18 +34,26 @@ class DeferredReport:
         """Copy behind what is queued on the current stream."""
         self._averaged, self._num_written = averaged, self._control.num_written
         self._numbers.copy_(tensor, non_blocking=self._on_device)
-        if self._copied is not None:
-            self._copied.record()
+        if self._copied is not None:  # in that device's stream: the current device may be another
+            self._copied.record(torch.cuda.current_stream(tensor.device))
 
-    def read(self) -> Report | None:
-        """Wait for the copy, which is long over in most cases, and read; None where no rank has anything to tell."""
-        if self._copied is not None:
-            self._copied.synchronize()
+    def read(self, look: Callable[[], None]) -> Report | None:
+        """Wait for the copy, which is long over in most cases, and read; None where no rank has anything to tell.
+
+        `look` is called now and then while it is not over; it raises where it never will be.
+        """
+        if self._copied is not None and not self._copied.query():
+            self._await_copy(look)
         if self._control.is_usual(self._numbers, self._num_written):
             return None
         return self._control.read(self._numbers, averaged=self._averaged)
 
-
-def is_capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured: nothing may be read from the device, and what is queued is only noted."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    def _await_copy(self, look: Callable[[], None]) -> None:
+        """The device has not come so far; or never will, where a rank is gone from the collective before."""
+        assert self._copied is not None
+        looked = time.monotonic()
+        while not self._copied.query():
+            time.sleep(PAUSE_S)
+            if time.monotonic() - looked > LOOK_EVERY_S:
+                look()
+                looked = time.monotonic()

@@ -8,7 +8,7 @@ import torch
 
 from phalanx.reducer.bucket import Bucket, BucketState, ParameterSlot
 from phalanx.reducer.options import Placement
-from phalanx.reducer.runs import Run
+from phalanx.reducer.runs import Part, Run
 
 
 class Intake:
@@ -40,6 +40,7 @@ class Intake:
             return  # a sparse gradient stays where it is until its bucket leaves
         gradient = _dense(gradient)
         if self.placement is Placement.OWNED and slot.seen > 1:
+            bucket.streams.join()  # it may have come in another stream before
             slot.view.add_(gradient if self.store is _copy else gradient * bucket.scale)
         else:
             self.store(gradient, bucket.scale, out=slot.view)
@@ -53,12 +54,12 @@ class Intake:
         """Put the gradients of a run into their buckets, as one, where none was before."""
         lies_there = gradients[0] is run.slots[0].shown  # after `zero_grad(set_to_none=False)` most do
         if self.store is _copy:
-            _copy_all(run.slots, run.views, gradients, some_lie_there=lies_there)
+            for part in run.parts:
+                _copy_part(part, gradients, some_lie_there=lies_there)
         else:
             # What multiplies comes last: if a gradient cannot be copied, all of them are looked at again, one by one.
-            if run.small:
-                small = [gradients[place] for place in run.small] if run.large else gradients
-                _copy_all(run.small_slots, run.small_views, small, some_lie_there=lies_there)
+            for part in run.small_parts:
+                _copy_part(part, gradients, some_lie_there=lies_there)
             for place in run.large:
                 torch.mul(gradients[place], run.scales[place], out=run.views[place])
             for piece, scale in run.pieces:
@@ -115,14 +116,11 @@ def _dense(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.to_dense() if gradient.is_sparse else gradient
 
 
-def _copy_all(
-    slots: Sequence[ParameterSlot],
-    views: list[torch.Tensor],
-    gradients: list[torch.Tensor],
-    *,
-    some_lie_there: bool,
-) -> None:
-    """Copy gradients to their places in buckets, but for those that autograd has added up there."""
+def _copy_part(part: Part, gradients: list[torch.Tensor], *, some_lie_there: bool) -> None:
+    """Copy a run's gradients to their places in buckets, but for those that autograd has added up there."""
+    slots, views, places = part
+    if places is not None:
+        gradients = [gradients[place] for place in places]
     if some_lie_there:
         apart = [place for place, slot in enumerate(slots) if gradients[place] is not slot.shown]
         views, gradients = [views[place] for place in apart], [gradients[place] for place in apart]

@@ -176,6 +176,7 @@ class Layout:
             for slot in bucket.slots:
                 slot.view = slot.shown = _NOTHING
             bucket.buffer = bucket.gradients = _NOTHING
+            bucket.tail = bucket.work = bucket.finished = None  # a work keeps what it has reduced
             group.release(buffer)
             if bucket.wire is not None:
                 wire, bucket.wire = bucket.wire, None

@@ -28,6 +28,7 @@ class Planner:
         *,
         make_hook: Callable[[ParameterSlot], Callable[[torch.Tensor], None]],
         on_plan: Callable[[str], None],
+        on_release: Callable[[], None],
     ) -> None:
         self.group = group
         self.options = options
@@ -39,8 +40,10 @@ class Planner:
         """Whether the agreed order has been applied."""
         self._make_hook = make_hook
         self._on_plan = on_plan
+        self._on_release = on_release  # buckets are about to be let go: nothing may keep views of them
         self._slots: dict[int, ParameterSlot] = {}
         self._hooks: dict[int, GradientHook] = {}
+        self._last_works: list[Work | None] = []  # as a bucket keeps its own: the interpreter may be about to end
         self.agreeing: tuple[Work, torch.Tensor] | None = None
         """Rank 0's order on its way here, to be applied before the next step."""
 
@@ -64,6 +67,8 @@ class Planner:
     def let_go(self) -> None:
         """Give up the buckets' memory; gradients that lie in it get memory of their own."""
         self.layout.detach_gradients()
+        self._last_works = [bucket.finished for bucket in self.layout.buckets if bucket.spec.device.type == "cpu"]
+        self._on_release()
         self.layout.release(self.group)
 
     def replan(
@@ -84,6 +89,7 @@ class Planner:
             order = self._order_for([parameter for _, parameter in parameters])
         # Free first, then allocate: the old and the new buckets together would take the gradients' memory twice.
         detached = old.detach_gradients()
+        self._on_release()
         old.release(self.group)
         self._lay_out(parameters, sparse, order, self.options.policy, reason)
         with torch.no_grad():
@@ -92,6 +98,9 @@ class Planner:
                 if self._slots.get(id(slot.parameter)) is slot and gradient is not None and not slot.bucket.spec.sparse:
                     slot.parameter.grad = slot.shown
                     slot.view.copy_(slot.part(gradient))
+        # A branch of the graph that has a stream of its own may add to one at once. It does not come after this stream.
+        for device in {slot.bucket.spec.device for slot in detached if slot.bucket.spec.device.type == "cuda"}:
+            torch.cuda.synchronize(device)
 
     def _lay_out(
         self,

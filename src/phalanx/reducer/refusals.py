@@ -28,6 +28,16 @@ def cannot_be_captured(*, rank: int, step: int) -> ReducerStateError:
     )
 
 
+def order_lost_in_capture(*, rank: int, step: int) -> ReducerStateError:
+    """A CUDA graph is being captured, and gradients come otherwise than in the steps before it."""
+    return ReducerStateError(
+        "in the step that is captured in a CUDA graph, gradients came in another order, in other streams or of other "
+        "parameters than in the steps before. Run some steps exactly as they are to be captured first",
+        rank=rank,
+        step=step,
+    )
+
+
 def too_late(names: Sequence[str], *, rank: int, step: int) -> ReducerStateError:
     """Gradients came after their bucket had left, where a second round cannot be agreed on in time."""
     return ReducerStateError(

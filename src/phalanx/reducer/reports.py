@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from phalanx.comm.group import Group
 from phalanx.errors import PeerFailedError, PhalanxError, ReducerStateError
-from phalanx.reducer.deferred import DeferredReport, is_capturing
+from phalanx.reducer.deferred import DeferredReport
 from phalanx.reducer.layout import Layout
+from phalanx.reducer.streams import is_capturing
 from phalanx.reducer.unused import Flag, Report
 from phalanx.reducer.weights import wrong_weights
 
@@ -75,7 +76,7 @@ class Reports:
         if self.awaited is None or is_capturing(layout.control_tensor.device):
             return None
         awaited, self.awaited = self.awaited, None
-        report = awaited.read()
+        report = awaited.read(group.check_notices)
         if report is None:
             return None
         failed = report.ranks_with(Flag.FAILED)

@@ -26,6 +26,7 @@ import torch
 from phalanx.reducer.bucket import ParameterSlot
 from phalanx.reducer.grad_hooks import HookTable, count_hooks, hook_tables, registrations
 from phalanx.reducer.runs import Run, plan_runs
+from phalanx.reducer.streams import current_stream
 
 Hook = Callable[[torch.Tensor], None]
 _grad = operator.attrgetter("grad")
@@ -67,6 +68,8 @@ class RollCall:
         self._take = take
         self._lost = lost
         self._here: list[torch.Tensor] = []  # who has come since a run was taken in
+        self._device = slots[0].bucket.spec.device  # of all of them
+        self._home = 0  # the stream in which the pass under way has begun
         self._keeps = False
         self._in_graph = False
         self._asks = True  # `first`, before the next is noted
@@ -88,6 +91,13 @@ class RollCall:
         self._ending_with = {id(run.refs[-1]()): run for run in self._runs}
         self._tables = hook_tables([slot.ref() for slot in self.slots])
         self._num_hooks = count_hooks(self._tables)
+
+    def forget_runs(self) -> None:
+        """Between passes: there are no buckets until runs are laid out anew. Hooks still lead to these."""
+        for run in self._runs:
+            run.let_go()
+        self._runs = []
+        self._ending_with = {}
 
     def hooks(self) -> Iterator[tuple[ParameterSlot, Hook]]:
         """Which hook each parameter must have, by the runs as they are laid out."""
@@ -124,6 +134,7 @@ class RollCall:
         are not taken in yet, and so see something else than in other steps.
         """
         self._here.clear()
+        self._home = current_stream(self._device)
         self.is_open = True
         self._keeps = keep or in_graph
         self._in_graph = in_graph
@@ -165,7 +176,7 @@ class RollCall:
         if self._keeps:
             return
         # Another device's thread may note another's arrival at any time, behind what is looked at here.
-        parameters = run.in_order(self._here[: len(run.refs)]) if run.in_stream and not run.taken else None
+        parameters = run.in_order(self._here[: len(run.refs)]) if run.in_stream(self._home) and not run.taken else None
         gradients = [] if parameters is None else list(map(_grad, parameters))
         if parameters is None or not all(map(operator.is_not, gradients, repeat(None))):
             self._lost()

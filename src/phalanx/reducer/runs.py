@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from phalanx.reducer.bucket import Bucket, ParameterSlot
 from phalanx.reducer.plan import MIB
-from phalanx.reducer.streams import current_stream
+from phalanx.reducer.streams import HOME, current_stream
 
 RUN_BYTES_CPU = MIB
 RUN_LENGTH_CPU = 128  # the gradients' own objects should be in the cache, too
@@ -27,6 +28,15 @@ BLOCK_BYTES_GPU = 512  # what is allocated there is a multiple of this
 LARGE_BYTES_CPU = MIB
 
 
+class Part(NamedTuple):
+    """Members of a run that are copied as one."""
+
+    slots: list[ParameterSlot]
+    views: list[torch.Tensor]
+    places: list[int] | None
+    """In the run; None where they are all of it."""
+
+
 class Run:
     """Some slots in the order of their arrival, and all that is needed to take them in without looking at each."""
 
@@ -35,13 +45,12 @@ class Run:
         "device",
         "large",
         "on_gpu",
+        "parts",
         "pieces",
         "refs",
         "scales",
         "slots",
-        "small",
-        "small_slots",
-        "small_views",
+        "small_parts",
         "stream",
         "taken",
         "views",
@@ -53,10 +62,10 @@ class Run:
         self.views = [slot.view for slot in slots]
         self.scales = [slot.bucket.scale for slot in slots]
         self.large = [place for place, slot in enumerate(slots) if _is_large(slot)]
-        self.small = [place for place, slot in enumerate(slots) if not _is_large(slot)]
-        self.small_slots = [self.slots[place] for place in self.small]
-        self.small_views = [self.views[place] for place in self.small]
-        self.pieces = _pieces(self.small_slots)
+        small = [place for place, slot in enumerate(slots) if not _is_large(slot)]
+        self.parts = _parts(self.slots, range(len(slots)))
+        self.small_parts = _parts(self.slots, small)
+        self.pieces = _pieces([self.slots[place] for place in small])
         by_bucket: dict[int, list[Bucket]] = {}
         for slot in slots:
             by_bucket.setdefault(id(slot.bucket), []).append(slot.bucket)
@@ -66,10 +75,13 @@ class Run:
         self.on_gpu = self.device.type == "cuda"
         self.taken = False
 
-    @property
-    def in_stream(self) -> bool:
+    def let_go(self) -> None:
+        """Its buckets are given up: keep none of their memory."""
+        self.views, self.parts, self.small_parts, self.pieces = [], [], [], []
+
+    def in_stream(self, home: int) -> bool:
         """On a GPU: whether the current stream is the one in which its gradients came before."""
-        return not self.on_gpu or current_stream(self.device) == self.stream
+        return not self.on_gpu or current_stream(self.device) == (home if self.stream == HOME else self.stream)
 
     def in_order(self, came: list[torch.Tensor]) -> list[torch.Tensor] | None:
         """The same in the order of the run, if they are all of it, each once; None if not."""
@@ -119,6 +131,21 @@ def _size_of(slot: ParameterSlot) -> int:
 def _is_large(slot: ParameterSlot) -> bool:
     view = slot.view
     return view.device.type == "cpu" and view.numel() * view.element_size() >= LARGE_BYTES_CPU
+
+
+def _parts(slots: Sequence[ParameterSlot], places: Sequence[int]) -> list[Part]:
+    """One for each dtype: torch copies tensors of several dtypes one by one."""
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for place in places:
+        by_dtype.setdefault(slots[place].view.dtype, []).append(place)
+    return [
+        Part(
+            [slots[place] for place in members],
+            [slots[place].view for place in members],
+            None if len(members) == len(slots) else members,
+        )
+        for members in by_dtype.values()
+    ]
 
 
 def _pieces(slots: Sequence[ParameterSlot]) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -23,7 +23,6 @@ from phalanx.reducer.arrivals import Arrivals, Mode
 from phalanx.reducer.breaking_off import BreakingOff
 from phalanx.reducer.bucket import Bucket, BucketState, ParameterSlot
 from phalanx.reducer.carrier import BucketHook, Carrier
-from phalanx.reducer.deferred import is_capturing
 from phalanx.reducer.grad_hooks import BackwardPasses
 from phalanx.reducer.hand_out import hand_out, rescale
 from phalanx.reducer.intake import Intake
@@ -33,6 +32,7 @@ from phalanx.reducer.planner import Named, Planner
 from phalanx.reducer.reports import Reports
 from phalanx.reducer.spans import StepSpans
 from phalanx.reducer.standing import AGREE_WITHIN_S, Standing
+from phalanx.reducer.streams import is_capturing
 from phalanx.reducer.unused import Flag, Report
 from phalanx.reducer.verify import TensorEntry, verify_same
 from phalanx.reducer.weights import Weighting, wrong_weights
@@ -98,7 +98,13 @@ class Steps(BreakingOff):
             skips_unused=self.options.skip_unused_buckets,
         )
         self.arrivals = Arrivals(self, self._intake, self._passes)
-        self.planner = Planner(group, self.options, make_hook=self.arrivals.make_hook, on_plan=self._planned)
+        self.planner = Planner(
+            group,
+            self.options,
+            make_hook=self.arrivals.make_hook,
+            on_plan=self._planned,
+            on_release=self.arrivals.forget_runs,
+        )
         self.planner.start(named_parameters, sparse or [False] * len(named_parameters), "construction")
 
     # -- what it is made of ----------------------------------------------------------------------------------------
@@ -179,9 +185,7 @@ class Steps(BreakingOff):
         if weighting.mine.given or self.before_step is not None:
             self._refuse_capture()
         if self._reports.awaited is not None:
-            report = self._reports.read_awaited(self.layout, self.group, step=self.step)
-            if report is not None:
-                self._follow_change(report)
+            self._hear_of_last_step()
         if self.before_step is not None:
             self.before_step()
         try:
@@ -209,8 +213,19 @@ class Steps(BreakingOff):
         if events.listeners:
             events.emit(events.StepStarted(self.name, self.step))
 
-    def _follow_change(self, report: Report) -> None:
-        """Some rank's parameters had changed in the last step, as this one learns now."""
+    def _hear_of_last_step(self) -> None:
+        """What the others had to say of it, where this rank has gone on. A change of theirs is followed here."""
+        last = self.topic_of(self.step - 1)
+        self.group.topics.add(last)
+        try:
+            report = self._reports.read_awaited(self.layout, self.group, step=self.step)
+        except PhalanxError as error:  # it will never be read: a rank is gone, or left that step open
+            self._break(error)
+            raise
+        finally:
+            self.group.topics.discard(last)
+        if report is None:
+            return
         try:
             self.on_change(report)
         except PhalanxError as error:  # as on the rank that said so

@@ -14,6 +14,20 @@ def current_stream(device: torch.device) -> int:
     return int(torch._C._cuda_getCurrentRawStream(device.index)) if device.type == "cuda" else 0
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured: nothing may be read from the device, and what is queued is only noted."""
+    if device.type != "cuda":
+        return False
+    if device.index == torch.cuda.current_device():  # torch asks the current device alone
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
+HOME = -1
+"""In place of a stream's number: that in which the first gradient of a pass comes. It may be another in every pass."""
+
+
 class FillStreams:
     """The streams in which gradients were put into a bucket in this step; none on the CPU."""
 
@@ -30,6 +44,10 @@ class FillStreams:
             self._used.add(number)
             if number not in self._known:
                 self._known[number] = torch.cuda.current_stream(self._device)
+
+    def forget(self) -> None:
+        """The step was given up: nothing waits for what it has put there."""
+        self._used.clear()
 
     def join(self) -> None:
         """Let the current stream come after all that has filled the bucket."""

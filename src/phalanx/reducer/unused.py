@@ -123,7 +123,8 @@ class ControlBlock:
         self.num_written = 0
         """How often this rank has said something, to tell of which time an answer is."""
         self._is_zero = False  # what was said and answered last has left zeros in the tail
-        self._is_captured = False  # a graph may write there at any time, unseen
+        self.is_captured = False
+        """Whether a CUDA graph has captured a step: its replays write there at any time, unseen."""
         self._flags_alone: dict[int, torch.Tensor] = {}
         self.nothing = Report(None, [], [1.0] * size, [Flag.NONE] * size)
         """What is read where no rank has anything to tell."""
@@ -133,7 +134,7 @@ class ControlBlock:
 
     def write_nothing(self, tail: torch.Tensor) -> None:
         """Have zeros in the tail. Mostly they are left of the last time."""
-        if not self._is_zero or self._is_captured:
+        if not self._is_zero or self.is_captured:
             tail.zero_()
         self._is_zero = False
         self.num_written += 1
@@ -156,7 +157,7 @@ class ControlBlock:
 
     def note_capture(self) -> None:
         """A CUDA graph is being captured: its replays write, and leave in the tail what nobody here reads."""
-        self._is_captured = True
+        self.is_captured = True
 
     def _compose(self, used: Sequence[bool] | None, late: Sequence[int], weight: float, flags: int) -> list[float]:
         numbers = [0.0] * self.length

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,12 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from phalanx.reducer import runs
+from phalanx.reducer import roll_call, runs
 from phalanx.reducer.bucket import ParameterSlot
+from phalanx.reducer.intake import Intake
 from phalanx.reducer.layout import Layout
+from phalanx.reducer.options import Placement
 from phalanx.reducer.plan import BucketPolicy
 from phalanx.reducer.roll_call import RollCall
 from phalanx.reducer.runs import Run, plan_runs
+from phalanx.reducer.streams import HOME
 
 
 class Alone:
@@ -124,8 +128,29 @@ def test_pieces_are_as_few_as_possible_and_large_ones_are_by_themselves(monkeypa
     monkeypatch.setattr(runs, "LARGE_BYTES_CPU", 64)
     layout, _ = laid_out([4, 16, 4, 4], bucket_bytes=1 << 20)
     (run,) = plan_runs(layout.slots)
-    assert run.large == [1] and run.small == [0, 2, 3]
+    assert run.large == [1] and [part.places for part in run.small_parts] == [[0, 2, 3]]
     assert [piece.numel() for piece, _ in run.pieces] == [4, 8]
+
+
+def test_gradients_of_several_dtypes_are_copied_in_as_few_pieces_as_there_are_dtypes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.bfloat16]
+    parameters = [nn.Parameter(torch.zeros(4, dtype=dtype)) for dtype in dtypes]
+    slots = [ParameterSlot(index, f"p{index}", parameter) for index, parameter in enumerate(parameters)]
+    policy = BucketPolicy(1 << 20, 1 << 20)
+    layout = Layout(slots, [False] * 4, [0, 1, 2, 3], policy, Alone(), control_in_tail=False)  # type: ignore[arg-type]
+    run, *_ = plan_runs(layout.slots)
+    assert names(run.slots) == ["p0", "p1", "p2"]  # where the first bucket is full
+    assert [part.places for part in run.parts] == [[0, 2], [1]]
+    copied = []
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda views, gradients: copied.append((views, gradients)))
+    intake = Intake(Placement.OWNED)
+    intake.begin(layout.buckets, 1.0)
+    gradients = [torch.ones_like(parameter) for parameter in parameters[:3]]
+    intake.fill_run(run, parameters[:3], gradients)  # type: ignore[arg-type]
+    assert [len(views) for views, _ in copied] == [2, 1]
+    assert all(view.dtype == gradient.dtype for pair in copied for view, gradient in zip(*pair, strict=True))
 
 
 # -- the roll call -----------------------------------------------------------------------------------------------------
@@ -207,6 +232,31 @@ def test_within_a_run_the_order_is_of_no_account_but_for_its_last() -> None:
     roll.call.stand_by()
     roll.arrives(0, 2)
     assert roll.losses == 1
+
+
+def test_a_pass_may_be_in_another_stream_than_those_before_and_its_branches_may_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = SimpleNamespace(stream=1)
+    for module in (roll_call, runs):
+        monkeypatch.setattr(module, "current_stream", lambda device: now.stream)
+    roll = Roll()
+    on_gpu(roll.layout, room=[0] * 7)
+    for slot, stream in zip(roll.layout.slots, (HOME, HOME, 5, 5, HOME, HOME, HOME), strict=True):
+        slot.stream = stream
+    roll.call.lay_out()
+    roll.hooks = [hook for _, hook in roll.call.hooks()]
+
+    def a_pass(home: int, branch: int) -> bool:
+        roll.losses = 0
+        for indices, stream in (((0, 1), home), ((2, 3), branch), ((4, 5, 6), home)):
+            now.stream = stream
+            roll.arrives(*indices)
+        roll.call.stand_by()
+        return roll.losses == 0
+
+    assert a_pass(1, 5) and a_pass(7, 5) and a_pass(1, 5)
+    assert not a_pass(1, 6) and not a_pass(7, 7)
 
 
 def test_an_order_that_has_changed() -> None:
