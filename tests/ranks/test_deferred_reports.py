@@ -6,6 +6,7 @@ What a rank has to tell then reaches the others a step later. Everything else mu
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -219,6 +220,26 @@ def one_raises(failing: int, make: Callable[[], nn.Sequential], at: int) -> None
     assert rank == failing or f"rank {failing} raised in its backward pass{before}" in said
 
 
+def raises_in_the_last_step() -> None:
+    rank = dist.get_rank()
+    model = px.replicate(mlp(), **SMALL)
+    check_steps(model, mlp(), plain_loss, steps=5)
+    model.zero_grad()
+    if rank == 1:
+        with pytest.raises(OSError, match="on purpose"):
+            failing_loss(model, rank, 5).backward()
+        flush_engine()
+    else:
+        plain_loss(model, rank, 5).backward()
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("phalanx").addHandler(handler)
+    px.shutdown()
+    assert len(said) == (rank != 1)
+    assert rank == 1 or f"rank {rank}, after its last step: rank 1 raised in its backward pass of step 6" in said[0]
+
+
 def evaluating() -> None:
     """A rank that reads at once knows that no module is in training mode, and the others do not."""
     last = dist.get_world_size() - 1
@@ -290,6 +311,11 @@ def test_what_one_rank_alone_has_to_tell(where: str) -> None:
 @pytest.mark.parametrize("make", [mlp, with_buffer])
 def test_one_raises(where: str, make: Callable[[], nn.Sequential]) -> None:
     in_ranks(where, *(functools.partial(one_raises, failing, make, at) for failing in (0, 1) for at in (0, 1, 6)))
+
+
+@everywhere
+def test_what_was_said_of_the_last_step_is_logged(where: str) -> None:
+    in_ranks(where, raises_in_the_last_step)
 
 
 @everywhere

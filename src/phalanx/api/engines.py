@@ -43,6 +43,12 @@ def remove(engine: Reducer) -> None:
     _engines.discard(engine)
 
 
+def end() -> None:
+    """The job ends: hear what was said of each one's last step."""
+    for engine in list(_engines):
+        engine.hear_the_last()
+
+
 def forward_begins() -> None:
     for watcher in _watchers:
         watcher.forward_begins()

@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from phalanx.api import engines
 from phalanx.comm.ending import destroy_all_groups
 
 
@@ -109,4 +110,5 @@ def _default_backend(has_cuda: bool) -> str:
 def shutdown() -> None:
     """Leave the job. Safe to call twice, or without `init`."""
     if dist.is_available() and dist.is_initialized():
+        engines.end()
         destroy_all_groups()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from phalanx.comm.group import Group
 from phalanx.errors import PeerFailedError, PhalanxError, ReducerStateError
 from phalanx.reducer.deferred import DeferredReport
 from phalanx.reducer.layout import Layout
@@ -66,7 +65,7 @@ class Reports:
         # Whether the others' modules train is not known here: then buffers are synchronised in any case, alike on all.
         return layout.control.expected(said.flags[0] & ~Flag.EVALUATING)
 
-    def read_awaited(self, layout: Layout, group: Group, *, step: int) -> Report | None:
+    def read_awaited(self, layout: Layout, look: Callable[[], None], *, rank: int, step: int) -> Report | None:
         """Before a step sends anything: what the others had to say of the last one, where this rank has gone on.
 
         Returns the report where all ranks must act on it. An error in it is kept, and raised when this step is over:
@@ -76,7 +75,7 @@ class Reports:
         if self.awaited is None or is_capturing(layout.control_tensor.device):
             return None
         awaited, self.awaited = self.awaited, None
-        report = awaited.read(group.check_notices)
+        report = awaited.read(look)
         if report is None:
             return None
         failed = report.ranks_with(Flag.FAILED)
@@ -85,11 +84,11 @@ class Reports:
                 f"rank {failed[0]} raised in its backward pass of step {step - 1}, the step before this one, which "
                 "this rank has finished: its gradients lacked that rank's part. Go back to a checkpoint, or stop",
                 failed_ranks=failed,
-                rank=group.rank,
+                rank=rank,
                 step=step - 1,
             )
         elif wrong := wrong_weights(report):  # this rank gave none
-            self._hindsight = ReducerStateError(wrong, rank=group.rank, step=step - 1)
+            self._hindsight = ReducerStateError(wrong, rank=rank, step=step - 1)
         return report if report.ranks_with(Flag.CHANGED) else None
 
     def raise_hindsight(self) -> None:

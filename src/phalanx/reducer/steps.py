@@ -9,6 +9,7 @@ go on after one that broke off is `breaking_off`'s and `standing`'s. Here is whe
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -36,6 +37,8 @@ from phalanx.reducer.streams import is_capturing
 from phalanx.reducer.unused import Flag, Report
 from phalanx.reducer.verify import TensorEntry, verify_same
 from phalanx.reducer.weights import Weighting, wrong_weights
+
+logger = logging.getLogger(__name__)
 
 
 class Steps(BreakingOff):
@@ -215,15 +218,11 @@ class Steps(BreakingOff):
 
     def _hear_of_last_step(self) -> None:
         """What the others had to say of it, where this rank has gone on. A change of theirs is followed here."""
-        last = self.topic_of(self.step - 1)
-        self.group.topics.add(last)
         try:
-            report = self._reports.read_awaited(self.layout, self.group, step=self.step)
+            report = self._reports.read_awaited(self.layout, self._look_around, rank=self.rank, step=self.step)
         except PhalanxError as error:  # it will never be read: a rank is gone, or left that step open
             self._break(error)
             raise
-        finally:
-            self.group.topics.discard(last)
         if report is None:
             return
         try:
@@ -231,6 +230,23 @@ class Steps(BreakingOff):
         except PhalanxError as error:  # as on the rank that said so
             self._break(error, tell=False)
             raise
+
+    def hear_the_last(self) -> None:
+        """No step comes after the last: what the others had to say of it is read now, and logged. Not collective."""
+        try:
+            self._reports.read_awaited(self.layout, self._look_around, rank=self.rank, step=self.step)
+            self._reports.raise_hindsight()
+        except PhalanxError as error:
+            logger.error("rank %d, after its last step: %s", self.group.rank, error)
+
+    def _look_around(self) -> None:
+        """While the last step's report is waited for: raise why it may never come."""
+        last = self.topic_of(self.step - 1)
+        self.group.topics.add(last)
+        try:
+            self.group.check_notices()
+        finally:
+            self.group.topics.discard(last)
 
     def _end_of_backward(self) -> None:
         """The root pass is over."""
