@@ -199,3 +199,20 @@ def _after_eager_steps(same_order: bool) -> None:
         step(order, compiled())
     for _ in range(6):
         step(regular)
+
+
+def test_eager_steps_in_between_do_not_have_it_compiled_again_and_again() -> None:
+    run_ranks(_eager_steps_in_between, 1)
+
+
+def _eager_steps_in_between() -> None:
+    model = px.replicate(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))))
+    replica_of(model).reducer.communicate_alone()
+    captured = Recompilations()
+    for step in range(20):
+        model.zero_grad()
+        with compiled() if step % 4 == 3 else nullcontext():
+            model(torch.ones(2, 4)).sum().backward()
+        captured.after_step(step)
+    assert captured.graphs[3] > captured.graphs[2]
+    assert captured.graphs[-1] == captured.graphs[7]  # as it found other hooks once

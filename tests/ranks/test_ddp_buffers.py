@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -190,6 +192,46 @@ def test_buffers_that_are_not_there_yet() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = px.DistributedDataParallel(net, init_sync=False, broadcast_buffers=False)
+        for step in range(2):
+            model(batch(dist.get_rank(), step)).sum().backward()
+
+
+class Finds(nn.Module):
+    """Says itself what its buffers are; one is in no table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 2)
+        self.elsewhere = SimpleNamespace(stat=torch.zeros(2))
+
+    def named_buffers(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
+        yield from super().named_buffers(prefix, recurse, remove_duplicate)
+        yield f"{prefix}.stat" if prefix else "stat", self.elsewhere.stat
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + self.elsewhere.stat.sum() * 0
+
+
+@ranks(2)
+def test_buffers_that_a_module_finds_by_itself() -> None:
+    net = Finds()
+    model = px.DistributedDataParallel(net)
+    for step in range(4):
+        net.elsewhere.stat = torch.full((2,), 10.0 * step + dist.get_rank())
+        model(batch(dist.get_rank(), step)).sum().backward()
+        assert net.elsewhere.stat.tolist() == [10.0 * step] * 2
+
+
+@ranks(2)
+def test_ignored_buffers_are_not_looked_at() -> None:
+    for odd in (
+        nn.parameter.UninitializedBuffer(),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    ):
+        net = Counts()
+        net.register_buffer("odd", odd)
+        px.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["odd"])
+        model = px.DistributedDataParallel(net)
         for step in range(2):
             model(batch(dist.get_rank(), step)).sum().backward()
 

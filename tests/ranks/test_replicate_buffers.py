@@ -180,3 +180,15 @@ def test_a_buffer_that_is_none_at_first_and_in_between(policy: str) -> None:
         one_step(model)
         assert torch.equal(model.late, expected)
         model.late = None
+
+
+@ranks(2)
+def test_a_buffer_that_was_none_gives_way_to_another() -> None:
+    model = norm_net()
+    model.register_buffer("empty", None)
+    px.replicate(model)
+    one_step(model)
+    del model.empty
+    model.register_buffer("stat", torch.full((2,), 1.0 + dist.get_rank()))
+    one_step(model)
+    assert model.stat.tolist() == [1.0, 1.0]

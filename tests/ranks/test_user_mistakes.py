@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch import nn
 import phalanx as px
 from phalanx.errors import CollectiveTimeoutError, MismatchError, PeerFailedError, PhalanxError, UnsynchronizedStepError
 from phalanx.reducer import verify
+from phalanx.reducer.plan import default_policy
 from phalanx.testing import ranks, run_ranks
 
 TorchDDP = nn.parallel.DistributedDataParallel
@@ -186,6 +189,21 @@ def _options_differ(option: str) -> None:
     with pytest.raises(MismatchError, match=f"different options.*{option}.*here {mine!r}.*the same on every rank"):
         px.replicate(nn.BatchNorm1d(4), **{option: mine})
     px.replicate(nn.BatchNorm1d(4), **{option: values[0]})
+
+
+@pytest.mark.parametrize("wrap", [px.replicate, px.DistributedDataParallel])
+def test_ranks_on_different_devices_do_not_plan_different_buckets_in_silence(wrap: Any) -> None:
+    run_ranks(_plans_differ, 2, wrap)
+
+
+def _plans_differ(wrap: Any) -> None:
+    if dist.get_rank() == 1:  # as where its module is on a GPU
+        for name in ("phalanx.api.replicate", "phalanx.api.ddp.options"):
+            sys.modules[name].default_policy_for = lambda parts, **small: default_policy("cuda", 1 << 30, **small)
+    with pytest.raises(
+        MismatchError, match=r"the size of buckets .*not given, it depends on the device.*on every rank"
+    ):
+        wrap(nn.Linear(4, 1))
 
 
 @ranks(2)

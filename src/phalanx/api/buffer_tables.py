@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import repeat
 from typing import Any
 
 import torch
 from torch import nn
 
-_ABSENT = object()
+ABSENT = object()
 _modules_of: Callable[[nn.Module], dict[str, Any]] = operator.attrgetter("_modules")
 _buffers_of: Callable[[nn.Module], dict[str, Any]] = operator.attrgetter("_buffers")
 layout_of: Callable[[torch.Tensor], Any] = operator.attrgetter("dtype", "device", "shape")
 """What may change of a buffer that stays the same object."""
+_WALKS = {name: getattr(nn.Module, name) for name in ("named_buffers", "named_modules", "_named_members")}
 
 
 class BufferTables:
-    """A module's parts and buffers as they were found, to tell whether any was added, replaced, resized or cast since."""
+    """A module's parts and buffers as they were found, to tell whether any was added, replaced, resized or cast since.
 
-    def __init__(self, module: nn.Module) -> None:
+    Of `buffers`, which are some or all of them, the layout is looked at, too. A module that finds its buffers by itself, or
+    has tables of another kind (a ScriptModule), cannot be compared: it counts as changed each time.
+    """
+
+    def __init__(self, module: nn.Module, buffers: Sequence[torch.Tensor]) -> None:
         self._parts = list(module.modules())
         self._modules, self._buffers = list(map(_modules_of, self._parts)), list(map(_buffers_of, self._parts))
         self._all = [*self._modules, *self._buffers]
@@ -29,9 +34,10 @@ class BufferTables:
         self._tables = [table for table, _, _ in entries]
         self._keys = [key for _, key, _ in entries]
         self._held = [held for _, _, held in entries]  # parts and buffers; a buffer may be None
-        self._tensors = list(module.buffers())
+        self._tensors = list(buffers)
         self._layouts = list(map(layout_of, self._tensors))
-        self._can_compare = all(isinstance(table, dict) for table in self._all)  # not so in a ScriptModule
+        finds_alike = all(getattr(type(part), name) is own for part in self._parts for name, own in _WALKS.items())
+        self._can_compare = finds_alike and all(isinstance(table, dict) for table in self._all)
 
     def are_current(self, module: nn.Module) -> bool:
         """Whether this module is still what was found. In C, as it runs for every buffer in every forward."""
@@ -40,7 +46,7 @@ class BufferTables:
             and module is self._parts[0]
             and all(map(operator.is_, map(_modules_of, self._parts), self._modules))
             and all(map(operator.is_, map(_buffers_of, self._parts), self._buffers))
-            and all(map(operator.is_, map(dict.get, self._tables, self._keys, repeat(_ABSENT)), self._held))
+            and all(map(operator.is_, map(dict.get, self._tables, self._keys, repeat(ABSENT)), self._held))
             and list(map(len, self._all)) == self._sizes
             and list(map(layout_of, self._tensors)) == self._layouts
         )

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 import torch
 from torch import nn
 
-from phalanx.api.buffer_tables import layout_of
+from phalanx.api.buffer_tables import ABSENT, layout_of
 from phalanx.comm.coalesced import Piece, copy_together, pieces
 from phalanx.comm.group import Group, Work
 from phalanx.reducer.spread import parts_of
@@ -76,7 +76,7 @@ class BufferSync:
 
     def _is_up_to_date(self) -> bool:
         """Whether the module holds the buffers that were looked up, or put there since, and they are as they were."""
-        filled = map(operator.is_not, map(dict.get, self._empty_in, self._empty_as), repeat(None))
+        filled = map(operator.is_not, map(dict.get, self._empty_in, self._empty_as, repeat(ABSENT)), repeat(None))
         if list(map(len, self._all_tables)) != self._sizes or any(filled):
             return False
         found = map(dict.get, self._held_in, self._held_as)

@@ -88,7 +88,12 @@ def replicate(
     if init_sync:
         # A rank with a problem of its own tells the others before it raises: they would wait for it otherwise.
         entries = [] if problem else state_entries(module, ignored, lowering)
-        options = {"bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes, "buffers": buffers}
+        options = {
+            "bucket_bytes": bucket_bytes,
+            "first_bucket_bytes": first_bucket_bytes,
+            "buffers": buffers,
+            "the size of buckets (where bucket_bytes is not given, it depends on the device)": str(policy),
+        }
         verify_same(group, entries, options=options, problem=str(problem) if problem else None)
     if problem is not None:
         raise problem

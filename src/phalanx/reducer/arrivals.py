@@ -210,6 +210,8 @@ class Arrivals:
     def _begin_roll(self) -> None:
         """A pass has begun. Compiled autograd calls the hooks that it has found to the end of it: all is looked at then."""
         keeps, in_graph = self._step.mode is Mode.KEEP, grad_hooks.compiler.in_pass()
+        if in_graph:  # who alternates with eager passes would have it compiled anew for each change of hooks
+            self._patience = MAX_PATIENCE
         if self.roll is not None and not self.roll.begin(keep=keeps, in_graph=in_graph):
             self._lose_order()
 

@@ -105,8 +105,13 @@ def verify_same(
     if digest == everyone[0]["digest"]:
         other = next(rank for rank, theirs in enumerate(everyone) if theirs["digest"] != digest)
     there = json.loads(lists[other])
+    theirs_listed = [
+        TensorEntry(**{**entry, "shape": tuple(entry["shape"]), "stride": tuple(entry["stride"])})
+        for entry in there["entries"]
+    ]
+    difference = first_difference(entries, theirs_listed)
     different = [name for name, value in mine.items() if there["options"].get(name) != value]
-    if different:
+    if difference is None and different:  # some follow from the model: that comes first
         name = different[0]
         raise MismatchError(
             f"rank {group.rank} (here) and rank {other} (there) were given different options: {name} is here "
@@ -114,11 +119,6 @@ def verify_same(
             rank=group.rank,
             group=group.name,
         )
-    theirs_listed = [
-        TensorEntry(**{**entry, "shape": tuple(entry["shape"]), "stride": tuple(entry["stride"])})
-        for entry in there["entries"]
-    ]
-    difference = first_difference(entries, theirs_listed)
     raise MismatchError(
         f"rank {group.rank} (here) and rank {other} (there) hold different models: {difference}. {advice}",
         rank=group.rank,

@@ -90,7 +90,7 @@ class BufferSync:
         known, module, ignored = self._buffer_tables, self.module, self.parameters_to_ignore
         if known is None or known[1] != ignored or not known[0].are_current(module):
             self._assign_modules_buffers()
-            self._buffer_tables = (BufferTables(module), set(ignored))
+            self._buffer_tables = (BufferTables(module, self.modules_buffers), set(ignored))
             self._buffer_pieces = None
 
     def _sync_module_buffers(self, authoritative_rank: int) -> None:

@@ -16,6 +16,7 @@ from phalanx.api.replica import is_replicated
 from phalanx.comm.c10d import C10dGroup
 from phalanx.comm.coalesced import broadcast_coalesced
 from phalanx.errors import MismatchError
+from phalanx.reducer.plan import BucketPolicy
 from phalanx.reducer.spread import part_of, problem_with_spread
 from phalanx.reducer.verify import TensorEntry, verify_same
 
@@ -101,8 +102,9 @@ def verify_alike(
     problem: Exception | None = None,
     *,
     lowering: Lowering | None = None,
+    policy: BucketPolicy | None = None,
 ) -> None:
-    """Raise on every rank if some rank has another model or mixed precision, or a problem of its own. Collective."""
+    """Raise on every rank if some rank has another model, precision or buckets, or a problem of its own. Collective."""
     entries = [] if problem is not None else [TensorEntry.of(name, p, "parameter") for name, p in named]
     if lowering is not None:
         entries = [
@@ -110,7 +112,12 @@ def verify_alike(
             for entry, (_, parameter) in zip(entries, named, strict=True)
         ]
     try:
-        verify_same(group, entries, problem=None if problem is None else str(problem))
+        verify_same(
+            group,
+            entries,
+            options={"the size of buckets (where bucket_cap_mb is not given, it depends on the device)": str(policy)},
+            problem=None if problem is None else str(problem),
+        )
     except MismatchError as error:
         raise MismatchError(f"DDP expects same model across all ranks, but {error.message}", rank=group.rank) from None
     if problem is not None:

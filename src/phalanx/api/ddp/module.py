@@ -141,7 +141,8 @@ class DistributedDataParallel(BufferSync, CommHooks, DelayedParameters, Joining,
         names = self._build_debug_param_to_name_mapping(parameters)
         if init_sync:
             named = [(names[index], parameter) for index, parameter in enumerate(parameters)]
-            verify_alike(self._group(), named, lowering=self._make_lowering())
+            policy = self._caps.policy(parameters)
+            verify_alike(self._group(), named, lowering=self._make_lowering(), policy=policy)
             self._sync_module_states(source=0, buffers=init_sync_buffers)
         if self._delay_all_reduce_params:
             assert param_to_hook_all_reduce is not None
