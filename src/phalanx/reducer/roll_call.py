@@ -68,8 +68,8 @@ class RollCall:
         self._take = take
         self._lost = lost
         self._here: list[torch.Tensor] = []  # who has come since a run was taken in
-        self._device = slots[0].bucket.spec.device  # of all of them
-        self._home = 0  # the stream in which the pass under way has begun
+        self._gpu: torch.device | None = None
+        self._home = 0  # there: the stream in which the pass under way has begun
         self._keeps = False
         self._in_graph = False
         self._asks = True  # `first`, before the next is noted
@@ -87,6 +87,8 @@ class RollCall:
 
     def lay_out(self) -> None:
         """Plan the runs, between passes: the slots have got their places in buckets."""
+        device = self.slots[0].bucket.spec.device  # of all of them
+        self._gpu = device if device.type == "cuda" else None
         self._runs = plan_runs(self.slots)
         self._ending_with = {id(run.refs[-1]()): run for run in self._runs}
         self._tables = hook_tables([slot.ref() for slot in self.slots])
@@ -134,7 +136,8 @@ class RollCall:
         are not taken in yet, and so see something else than in other steps.
         """
         self._here.clear()
-        self._home = current_stream(self._device)
+        if self._gpu is not None:
+            self._home = current_stream(self._gpu)
         self.is_open = True
         self._keeps = keep or in_graph
         self._in_graph = in_graph

@@ -292,13 +292,14 @@ class Steps(BreakingOff):
             finally:
                 self.group.undertakings.remove(self)
             try:
-                changed, late = report.has(Flag.CHANGED), self.may_be_read_late
-                if changed and not late:
+                changed = report.has(Flag.CHANGED)
+                at_once = changed and not self.may_be_read_late
+                if at_once:
                     self.on_change(report)
                 self.behind_step(report)
                 for action in self.on_report:
                     action(report)
-                if changed and late:  # others read of it in the next step, when they have done all this
+                if changed and not at_once:  # others read of it in the next step, when they have done all this
                     self.on_change(report)
             except PhalanxError as error:  # all ranks compare at this point: each finds out by itself
                 self._break(error, tell=False)
@@ -371,7 +372,7 @@ class Steps(BreakingOff):
             self._say(flags)
         else:
             self._reports.say_nothing(layout)
-        if self._must_read_now:
+        if layout.on_streams and self._must_read_now:
             self._refuse_capture()
         if self._carrier.communicates:
             self._reports.write(layout)
@@ -398,7 +399,7 @@ class Steps(BreakingOff):
         waited_s = self._wait_for(works)
         layout, carrier, stats = self.layout, self._carrier, self.stats
         averaged = layout.rides and carrier.averages and self.group.size > 1
-        now = self._must_read_now
+        now = not layout.on_streams or self._must_read_now
         report = self._reports.read(layout, communicates=carrier.communicates, averaged=averaged, now=now)
         if report is not layout.control.nothing:
             self._raise_for(report)
