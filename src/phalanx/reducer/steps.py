@@ -193,7 +193,7 @@ class Steps(BreakingOff):
             self.before_step()
         try:
             if not self._standing.is_clear:
-                self._standing.settle(self.step)
+                self._settle_standing()
             change = self.layout.first_change()
             if self.planner.agreeing is not None:
                 self.planner.apply_agreed_order()
@@ -215,6 +215,14 @@ class Steps(BreakingOff):
         self.stats.times.first_gradient_ns = time.perf_counter_ns()
         if events.listeners:
             events.emit(events.StepStarted(self.name, self.step))
+
+    def _settle_standing(self) -> None:
+        self._standing.settle(self.step)
+        device = self.layout.control_tensor.device
+        if device.type == "cuda" and not is_capturing(device):
+            torch.cuda.synchronize(
+                device
+            )  # this stream alone waits for what a broken-off step has sent; others fill buckets, too
 
     def _hear_of_last_step(self) -> None:
         """What the others had to say of it, where this rank has gone on. A change of theirs is followed here."""
