@@ -24,8 +24,8 @@ RUN_LENGTH_CPU = 128  # the gradients' own objects should be in the cache, too
 RUN_BYTES_GPU = (2 * MIB, 256 * MIB)  # at least, where there is no room; and at most
 RUN_LENGTH_GPU = 512
 BLOCK_BYTES_GPU = 512  # what is allocated there is a multiple of this
-# On the CPU, from this size on, multiplying while copying is cheaper than multiplying what was copied. Such a gradient ends its
-# run: of two in a run the first could be multiplied twice, where it lies in its bucket and the second cannot be copied.
+# On the CPU, from this size on, multiplying while copying is cheaper than multiplying what was copied. Such a gradient ends
+# its run: of two in a run the first could be multiplied twice, where it lies in its bucket and the second cannot be copied.
 LARGE_BYTES_CPU = RUN_BYTES_CPU
 
 

@@ -1,0 +1,121 @@
+"""What ranks tell each other of a step, as this one says it and hears it: at once, or of the step before.
+
+What travels is `unused`'s, how it is written and read `reports`'. Here is what follows from it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import NoReturn
+
+from phalanx.errors import PhalanxError, ReducerStateError
+from phalanx.reducer import refusals
+from phalanx.reducer.breaking_off import BreakingOff
+from phalanx.reducer.intake import Intake
+from phalanx.reducer.layout import Layout
+from phalanx.reducer.reports import Reports
+from phalanx.reducer.streams import is_capturing
+from phalanx.reducer.unused import Flag, Report
+from phalanx.reducer.weights import wrong_weights
+
+logger = logging.getLogger(__name__)
+
+
+class Telling(BreakingOff):
+    """The part of a reducer that speaks with the other ranks' about steps."""
+
+    layout: Layout
+    before_step: Callable[[], None] | None
+    on_change: Callable[[Report], None]
+    _intake: Intake
+    _reports: Reports
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank
+
+    @property
+    def may_be_read_late(self) -> bool:
+        """Whether a rank may go on behind this step before it has read what the others say of it; alike on all ranks.
+
+        Not in a loop that needs to know, nor where they agree on an order behind the step: one whose pass failed does not.
+        """
+        return self.layout.on_streams and self.before_step is None and self.planner.arrivals is None
+
+    # -- this step -------------------------------------------------------------------------------------------------
+
+    def _say(self, flags: int) -> None:
+        """Settle what this rank has to tell the others of this step."""
+        used, late = None, []
+        if self._intake.irregular or flags & Flag.FAILED:
+            self.arrivals.show_rolled()
+            used = None if all(slot.seen for slot in self.slots) else [slot.seen > 0 for slot in self.slots]
+            late = [bucket.index for bucket in self.buckets if any(slot.late is not None for slot in bucket.slots)]
+        self._reports.say(self.layout, used=used, late=late, weight=self.weighting.told, flags=flags)
+        if late and self.layout.on_streams:
+            self._refuse_late(late)
+
+    @property
+    def _must_read_now(self) -> bool:
+        """Whether this rank has something unusual to tell, or all ranks read at once."""
+        return not self._reports.is_usual or not self.may_be_read_late
+
+    def _refuse_capture(self) -> None:
+        if is_capturing(self.layout.control_tensor.device):
+            self._drop(refusals.cannot_be_captured(rank=self.group.rank, step=self.step))
+
+    def _refuse_late(self, late: list[int]) -> NoReturn:
+        names = [slot.name for index in late for slot in self.buckets[index].slots if slot.late is not None]
+        error = refusals.too_late(names, rank=self.group.rank, step=self.step)
+        for slot in self.slots:
+            slot.late = None
+            slot.expected = max(slot.expected, slot.seen)
+        self.abandon()
+        raise error
+
+    def _raise_for(self, report: Report) -> None:
+        if not report.has(Flag.FAILED | Flag.WEIGHTED):
+            return
+        failed, wrong = report.ranks_with(Flag.FAILED), wrong_weights(report)
+        if (failed or wrong) and self.may_be_read_late:
+            self.behind_step(report)
+        if failed:
+            cause = self.group.failure_of(failed[0], self.topic)
+            self._drop(refusals.peer_failed(failed, cause, rank=self.group.rank, step=self.step))
+        if wrong:
+            self._drop(ReducerStateError(wrong, rank=self.group.rank, step=self.step))
+
+    # -- the step before -------------------------------------------------------------------------------------------
+
+    def _hear_of_last_step(self) -> None:
+        """What the others had to say of it, where this rank has gone on. A change of theirs is followed here."""
+        try:
+            report = self._reports.read_awaited(self.layout, self._look_around, rank=self.rank, step=self.step)
+        except PhalanxError as error:  # it will never be read: a rank is gone, or left that step open
+            self._break(error)
+            raise
+        if report is None:
+            return
+        try:
+            self.on_change(report)
+        except PhalanxError as error:  # as on the rank that said so
+            self._break(error, tell=False)
+            raise
+
+    def hear_the_last(self) -> None:
+        """No step comes after the last: what the others had to say of it is read now, and logged. Not collective."""
+        try:
+            self._reports.read_awaited(self.layout, self._look_around, rank=self.rank, step=self.step)
+            self._reports.raise_hindsight()
+        except PhalanxError as error:
+            logger.error("rank %d, after its last step: %s", self.group.rank, error)
+
+    def _look_around(self) -> None:
+        """While the last step's report is waited for: raise why it may never come."""
+        last = self.topic_of(self.step - 1)
+        self.group.topics.add(last)
+        try:
+            self.group.check_notices()
+        finally:
+            self.group.topics.discard(last)
