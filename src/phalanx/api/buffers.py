@@ -14,8 +14,9 @@ from typing import Literal, get_args
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_buffer_registration_hook
 
-from phalanx.api.buffer_tables import ABSENT, layout_of
+from phalanx.api.buffer_tables import ABSENT, Layouts
 from phalanx.comm.coalesced import Piece, copy_together, pieces
 from phalanx.comm.group import Group, Work
 from phalanx.reducer.spread import parts_of
@@ -24,6 +25,15 @@ from phalanx.reducer.unused import Flag, Report
 BufferPolicy = Literal["rank0", "mean", "none"]
 _Table = dict[str, torch.Tensor | None]
 _PIECE_BYTES = 25 * 1024 * 1024
+_registrations = [0]  # of buffers, in all modules of this process
+
+
+def _note_registration(*_: object) -> None:
+    """Called by torch whenever a module gets a buffer."""
+    _registrations[0] += 1
+
+
+register_module_buffer_registration_hook(_note_registration)
 
 
 def check_policy(policy: str) -> None:
@@ -54,6 +64,7 @@ class BufferSync:
 
     def _look_up(self) -> None:
         """Each buffer once, by identity, with every place where it is registered; and the memory to send them in."""
+        self._registrations = _registrations[0]
         found: dict[int, tuple[torch.Tensor, list[tuple[_Table, str]]]] = {}
         empty: list[tuple[_Table, str]] = []
         for prefix, table in self._tables:
@@ -67,7 +78,7 @@ class BufferSync:
             (Piece(parts_of(members)), members, [found[id(member)][1] for member in members])
             for members in pieces([buffer for buffer, _ in found.values()], _PIECE_BYTES)
         ]
-        self._layouts = [list(map(layout_of, members)) for _, members, _ in self._pieces]
+        self._layouts = [Layouts(members) for _, members, _ in self._pieces]
         held = [(members, place, at) for _, members, places in self._pieces for place, at in enumerate(places)]
         self._empty_in, self._empty_as = [table for table, _ in empty], [key for _, key in empty]
         self._held = [(members, place) for members, place, at in held for _ in at]
@@ -76,14 +87,16 @@ class BufferSync:
 
     def _is_up_to_date(self) -> bool:
         """Whether the module holds the buffers that were looked up, or put there since, and they are as they were."""
+        if not self._held and not self._empty_in and self._registrations == _registrations[0]:
+            return True  # it has none: looking through all of its parts would cost more than all else that is to do here
         filled = map(operator.is_not, map(dict.get, self._empty_in, self._empty_as, repeat(ABSENT)), repeat(None))
         if list(map(len, self._all_tables)) != self._sizes or any(filled):
             return False
         found = map(dict.get, self._held_in, self._held_as)
         known = (members[place] for members, place in self._held)
-        return all(map(operator.is_, found, known)) and self._layouts == [
-            list(map(layout_of, members)) for _, members, _ in self._pieces
-        ]
+        return all(map(operator.is_, found, known)) and all(
+            layouts.are_current(members) for layouts, (_, members, _) in zip(self._layouts, self._pieces, strict=True)
+        )
 
     def flags(self) -> int:
         module = self._module()
@@ -95,15 +108,20 @@ class BufferSync:
             return
         if not self._is_up_to_date():
             self._look_up()
+        if not self._pieces:
+            return
         # A rank that has run out of data has buffers of its last batch: those that are at work count.
         out = report.ranks_with(Flag.OUT)
         self._at_work = [rank for rank in range(self._group.size) if rank not in out] or [0]
         with torch.no_grad():
             # All are started before the first is waited for: each is small, and the wire's latency is paid once.
             started = [self._start(piece, members) for piece, members, _ in self._pieces]
-            for (work, flat, views), (_, members, places) in zip(started, self._pieces, strict=True):
+            for (work, flat, views), (_, members, places), layouts in zip(
+                started, self._pieces, self._layouts, strict=True
+            ):
                 work.wait()
-                self._replace(flat, views, members, places)
+                if self._replace(flat, views, members, places):
+                    layouts.remember(members)
 
     def _averages(self, flat: torch.Tensor) -> bool:
         return self._policy == "mean" and (flat.is_floating_point() or flat.is_complex())
@@ -125,14 +143,15 @@ class BufferSync:
         views: list[torch.Tensor],
         members: list[torch.Tensor],
         places: list[list[tuple[_Table, str]]],
-    ) -> None:
+    ) -> bool:
         if self._averages(flat):
             flat.div_(len(self._at_work))
         elif self._group.rank == self._at_work[0]:
-            return
+            return False
         # Each in memory of its own, laid out as before: one that a user keeps must not keep the others.
         members[:] = [torch.empty_like(member) for member in members]
         copy_together(parts_of(members), views)
         for member, held_at in zip(members, places, strict=True):
             for table, key in held_at:
                 table[key] = member
+        return True

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 
+from phalanx.reducer.streams import stream_object
 from phalanx.reducer.unused import ControlBlock, Report
 
 PAUSE_S = 0.0001  # the device is then a whole forward pass behind: what a pause is too long does not show
@@ -35,7 +36,7 @@ class DeferredReport:
         self._averaged, self._num_written = averaged, self._control.num_written
         self._numbers.copy_(tensor, non_blocking=self._on_device)
         if self._copied is not None:  # in that device's stream: the current device may be another
-            self._copied.record(torch.cuda.current_stream(tensor.device))
+            self._copied.record(stream_object(tensor.device))
 
     def read(self, look: Callable[[], None]) -> Report | None:
         """Wait for the copy, which is long over in most cases, and read; None where no rank has anything to tell.

@@ -99,7 +99,7 @@ def plan_runs(slots: Sequence[ParameterSlot]) -> list[Run]:
     """Cut a sequence of arrivals into runs: on one device, of bounded size, and none goes on when a bucket is full."""
     last_of = {id(slot.bucket): slot for slot in slots}
     cut: list[list[ParameterSlot]] = [[]]
-    size, room = 0, slots[0].room if slots else 0
+    size = 0
     for slot, following in zip(slots, [*slots[1:], None], strict=True):
         device = slot.bucket.spec.device
         cut[-1].append(slot)
@@ -107,9 +107,9 @@ def plan_runs(slots: Sequence[ParameterSlot]) -> list[Run]:
         if following is None:
             break
         elsewhere = following.bucket.spec.device != device or following.stream != slot.stream
-        room = min(room, following.room)
-        if _is_long(device, len(cut[-1]), size, room) or elsewhere or last_of[id(slot.bucket)] is slot:
-            size, room = 0, following.room
+        # What has come so far would lie beside the bucket when the next one comes: there must be room then.
+        if _is_long(device, len(cut[-1]), size, following.room) or elsewhere or last_of[id(slot.bucket)] is slot:
+            size = 0
             cut.append([])
     return [Run(members) for members in cut if members]
 

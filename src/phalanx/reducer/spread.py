@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 class Spread(Protocol):
@@ -60,6 +60,8 @@ def part_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def parts_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    if _PLAIN.issuperset(map(type, tensors)):  # as in most models: in C, as it runs for every buffer in every step
+        return list(tensors)
     return [part_of(tensor) for tensor in tensors]
 
 

@@ -41,6 +41,7 @@ def awaited(looks: int, flags: int = Flag.NONE) -> tuple[DeferredReport, Copied]
 @pytest.fixture(autouse=True)
 def _streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"that of {device}")
+    monkeypatch.setattr(streams, "_objects", {})
 
 
 def test_a_copy_that_is_over_is_read_without_a_look_at_the_others() -> None:

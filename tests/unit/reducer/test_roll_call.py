@@ -84,14 +84,21 @@ def test_on_a_gpu_a_run_takes_half_of_the_room_below_the_peak(monkeypatch: pytes
     layout, _ = laid_out([4] * 10, bucket_bytes=1 << 20)  # 512 bytes each, as they are allocated
     on_gpu(layout, room=[0] * 3 + [4096] * 7)
     cut = [len(run) for run in cut_of(layout)]
-    assert cut == [2, 2, 4, 2]  # at least 1024 bytes where there is no room, 2048 where there is
+    assert cut == [2, 4, 4]  # at least 1024 bytes where there is no room, 2048 where there is
+
+
+def test_on_a_gpu_a_run_grows_with_the_room_that_backward_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "RUN_BYTES_GPU", (512, 1 << 20))
+    layout, _ = laid_out([4] * 8, bucket_bytes=1 << 20)
+    on_gpu(layout, room=[0, 0, 0, *(2048 * times for times in range(1, 6))])
+    assert [len(run) for run in cut_of(layout)] == [1, 1, 6]
 
 
 def test_on_a_gpu_a_run_is_cut_before_what_finds_less_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "RUN_BYTES_GPU", (512, 1 << 20))
     layout, _ = laid_out([4] * 6, bucket_bytes=1 << 20)
     on_gpu(layout, room=[8192, 8192, 8192, 0, 8192, 8192])
-    assert [len(run) for run in cut_of(layout)] == [3, 1, 2]
+    assert [len(run) for run in cut_of(layout)] == [3, 3]  # and what waits is little enough when the others come
 
 
 def cut_of(layout: Layout) -> list[list[str]]:

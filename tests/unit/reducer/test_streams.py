@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from phalanx.reducer import streams as streams_module
 from phalanx.reducer.streams import FillStreams, current_stream
 
 
@@ -24,6 +25,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     made = SimpleNamespace(streams={number: Stream(number) for number in (0, 7, 8)}, current=0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: made.current, raising=False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: made.streams[made.current])
+    monkeypatch.setattr(streams_module, "_objects", {})
     return made
 
 
