@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from phalanx.api.buffer_tables import ABSENT, Layouts
-from phalanx.comm.coalesced import Piece, copy_together, pieces
+from phalanx.comm.coalesced import Piece, pieces
 from phalanx.comm.group import Group, Work
 from phalanx.reducer.spread import parts_of
 from phalanx.reducer.unused import Flag, Report
@@ -76,7 +76,7 @@ class BufferSync:
         self._sizes = list(map(len, self._all_tables))
         self._pieces = [
             (Piece(parts_of(members)), members, [found[id(member)][1] for member in members])
-            for members in pieces([buffer for buffer, _ in found.values()], _PIECE_BYTES)
+            for members in pieces([buffer for buffer, _ in found.values()], _PIECE_BYTES, mixed=self._policy == "rank0")
         ]
         self._layouts = [Layouts(members) for _, members, _ in self._pieces]
         held = [(members, place, at) for _, members, places in self._pieces for place, at in enumerate(places)]
@@ -88,7 +88,9 @@ class BufferSync:
     def _is_up_to_date(self) -> bool:
         """Whether the module holds the buffers that were looked up, or put there since, and they are as they were."""
         if not self._held and not self._empty_in and self._registrations == _registrations[0]:
-            return True  # it has none: looking through all of its parts would cost more than all else that is to do here
+            return (
+                True  # it has none: looking through all of its parts would cost more than all else that is to do here
+            )
         filled = map(operator.is_not, map(dict.get, self._empty_in, self._empty_as, repeat(ABSENT)), repeat(None))
         if list(map(len, self._all_tables)) != self._sizes or any(filled):
             return False
@@ -116,11 +118,11 @@ class BufferSync:
         with torch.no_grad():
             # All are started before the first is waited for: each is small, and the wire's latency is paid once.
             started = [self._start(piece, members) for piece, members, _ in self._pieces]
-            for (work, flat, views), (_, members, places), layouts in zip(
+            for (work, flat, views), (piece, members, places), layouts in zip(
                 started, self._pieces, self._layouts, strict=True
             ):
                 work.wait()
-                if self._replace(flat, views, members, places):
+                if self._replace(piece, flat, views, members, places):
                     layouts.remember(members)
 
     def _averages(self, flat: torch.Tensor) -> bool:
@@ -130,7 +132,7 @@ class BufferSync:
         flat, views = piece.room()
         averages = self._averages(flat)
         if averages or self._group.rank == self._at_work[0]:
-            copy_together(views, parts_of(members))
+            piece.copy(views, parts_of(members))
         if not averages:
             return self._group.broadcast(flat, self._at_work[0]), flat, views
         if self._group.rank not in self._at_work:
@@ -139,6 +141,7 @@ class BufferSync:
 
     def _replace(
         self,
+        piece: Piece,
         flat: torch.Tensor,
         views: list[torch.Tensor],
         members: list[torch.Tensor],
@@ -150,7 +153,7 @@ class BufferSync:
             return False
         # Each in memory of its own, laid out as before: one that a user keeps must not keep the others.
         members[:] = [torch.empty_like(member) for member in members]
-        copy_together(parts_of(members), views)
+        piece.copy(parts_of(members), views)
         for member, held_at in zip(members, places, strict=True):
             for table, key in held_at:
                 table[key] = member

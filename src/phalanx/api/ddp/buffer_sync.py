@@ -111,7 +111,7 @@ class BufferSync:
             self._distributed_broadcast_coalesced(tensors, size, authoritative_rank)
         elif self._group().size > 1 or self._broadcasts_alone:
             if self._buffer_pieces is None:
-                given = pieces(self.modules_buffers, self.broadcast_bucket_size)
+                given = pieces(self.modules_buffers, self.broadcast_bucket_size, mixed=True)
                 self._buffer_pieces = [(Piece(parts_of(members)), members) for members in given]
             parts = ((piece, parts_of(members)) for piece, members in self._buffer_pieces)
             broadcast_pieces(self._group(), parts, source=authoritative_rank)
