@@ -1,7 +1,7 @@
 """Ranks on one GPU for `tests/gpu`, with torch alone: one process group per set of checks, many checks in it.
 
 `GPU_TESTS_DEVICE=cpu` runs the same checks on the CPU, with Gloo in NCCL's place: to find mistakes in the tests where
-there is no GPU. It shows nothing about streams.
+there is no GPU. It shows nothing about streams. What `stand_in` shows is said there.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ except ImportError:  # the GPU machine has torch and nothing else
 
 DEVICE = os.environ.get("GPU_TESTS_DEVICE", "cuda")
 ON_GPU = DEVICE == "cuda"
+ON_STAND_IN = "STAND_IN_DEVICES" in os.environ
 ALONE = "nccl" if ON_GPU else "gloo"
 TIMEOUT_S = 60
 
@@ -113,6 +114,19 @@ def data(rank: int, step: int, *shape: int, dtype: torch.dtype = torch.float32) 
     return made.to(DEVICE, dtype)
 
 
+def beyond_the_stand_in(why: str, *, on: str = "") -> Callable[[Check], Check]:
+    """A check that `stand_in` leaves out, with any backend or on this one."""
+
+    def mark(check: Check) -> Check:
+        _BEYOND_THE_STAND_IN[check.__name__] = (why, on)
+        return check
+
+    return mark
+
+
+_BEYOND_THE_STAND_IN: dict[str, tuple[str, str]] = {}
+
+
 # -- running -----------------------------------------------------------------------------------------------------------
 
 
@@ -122,11 +136,19 @@ def run_checks(checks: Sequence[Check], *, world_size: int, backend: str) -> Non
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the output is cut to its end: nothing but results
     only = os.environ.get("GPU_TESTS_ONLY", "")
-    chosen = [check for check in checks if only in check.__name__]
+    chosen = [check for check in checks if only in check.__name__ and not _left_out(check, backend)]
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(
             _rank, (world_size, backend, f"{folder}/store", chosen), nprocs=world_size, start_method="spawn"
         )
+
+
+def _left_out(check: Check, backend: str) -> bool:
+    why, on = _BEYOND_THE_STAND_IN.get(check.__name__, ("", ""))
+    left_out = ON_STAND_IN and bool(why) and on in ("", backend)
+    if left_out:
+        print(f"  left out {check.__name__}: {why}", flush=True)
+    return left_out
 
 
 def _rank(rank: int, world_size: int, backend: str, file: str, checks: Sequence[Check]) -> None:

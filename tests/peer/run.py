@@ -145,7 +145,7 @@ def outcomes(names: list[str], environment: dict[str, str], driver: str) -> Iter
         except ProcessLookupError:
             pass
         child.wait()
-        if left:
+        if current in left:  # else it ended between two tests
             left.remove(current)
             yield {"test": current, "seconds": 0.0, **ended}
 

@@ -10,11 +10,12 @@ import itertools
 import json
 import logging
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from phalanx.comm.board import Board, Poll
-from phalanx.comm.group import Group, Undertaking
+from phalanx.comm.group import Group, Passes, Undertaking
 from phalanx.errors import (
     CollectiveTimeoutError,
     GroupAbortedError,
@@ -52,6 +53,7 @@ class BoardGroup(Group):
         self.name = name
         self.topics: set[str] = set()
         self.undertakings: list[Undertaking] = []
+        self.passes: weakref.WeakSet[Passes] = weakref.WeakSet()
         self.board = ledger.board
         self._exchanges = ledger.turns
         self._serials = ledger.serials
@@ -64,6 +66,7 @@ class BoardGroup(Group):
     def exchange(self, label: str, payload: bytes, *, timeout_s: float) -> list[bytes]:
         if self.board is None:
             return [payload]
+        self.await_broken_passes()
         turn = self._exchanges.get(label, 0)
         self._exchanges[label] = turn + 1
         key = f"exchange/{label}/{turn}"
@@ -90,6 +93,11 @@ class BoardGroup(Group):
                     raise
                 break
         return [base64.b64decode(part) for part in json.loads(published)]
+
+    def await_broken_passes(self) -> None:
+        """Before anything else is sent: let a pass that broke off tell the others, so that all send in the same order."""
+        for passes in list(self.passes):
+            passes.await_broken()
 
     def _wait_for(self, poll: Poll, label: str, missing: list[int]) -> None:
         if not missing:

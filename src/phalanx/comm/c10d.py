@@ -155,6 +155,7 @@ class C10dGroup(BoardGroup):
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
         self._check_alive()
+        self.await_broken_passes()
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
         whole = torch.view_as_real(tensor) if tensor.is_complex() else tensor
@@ -162,6 +163,7 @@ class C10dGroup(BoardGroup):
 
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Work:
         self._check_alive()
+        self.await_broken_passes()
         return self._started(lambda: self.process_group.allgather([list(outputs)], [tensor]), "all_gather", tensor)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, Protocol
@@ -75,6 +76,13 @@ class Undertaking(Protocol):
     def topics(self) -> Iterable[str]: ...
 
 
+class Passes(Protocol):
+    """Backward passes that send on a group. One that broke off may still have to, in another thread than its caller's."""
+
+    def await_broken(self) -> None:
+        """Outside of any pass: return when what one that broke off has to send was sent."""
+
+
 class Group(ABC):
     """Ranks that communicate. All collectives must be called by every rank of the group, in the same order."""
 
@@ -87,6 +95,8 @@ class Group(ABC):
     """What this rank is at: failures that others post on these topics wake its waits."""
     undertakings: list[Undertaking]
     """Likewise, of what has other topics each time: they are asked for when something was posted."""
+    passes: weakref.WeakSet[Passes]
+    """Backward passes of this process that send on this group."""
     timeout_s: float = math.inf
     """How long its collectives wait for a peer."""
 

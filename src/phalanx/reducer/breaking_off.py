@@ -111,6 +111,8 @@ class BreakingOff:
 
     def abandon_stale(self) -> None:
         """Give up a pass that was broken off unnoticed; called where no pass can be under way in this thread."""
+        if self.mode is not None:
+            self._passes.await_broken()
         if self.mode is not None and self.options.settle_unused and current_pass() == -1:
             self.abandon()
 

@@ -10,6 +10,9 @@ callback is an object, and its end without a call is the end of the pass. One ga
 pass and the hook on the outer node nothing is queued. If the outer pass raises there, it is noticed when the graph is
 freed, when an optimizer steps, or by the next pass, which is not nested as deep.
 
+On a GPU backward runs in a thread of the engine's, and it may be that thread which drops the callback, a moment after the
+exception has come to whoever called backward. `await_broken` waits for it, before ranks do something else together.
+
 A pass of compiled autograd is one function, which calls the hooks. The engine then drops its callbacks uncalled in any
 case; the compose layer says that the function has come to its end (`compiled_pass_ended`), before they are dropped.
 """
@@ -18,6 +21,8 @@ from __future__ import annotations
 
 import operator
 import sys
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Sized
 from contextlib import AbstractContextManager, nullcontext
@@ -48,6 +53,8 @@ class Compiler:
 
 
 compiler = Compiler(in_pass=lambda: False, prepare=lambda parameter, hook: None)
+BROKEN_WITHIN_S = 5.0  # what it waits for is under way; only somebody who holds on to the graph can keep it for longer
+PAUSE_S = 0.0002
 compiled_pass_open = False
 """Whether somebody waits for the end of a pass of compiled autograd."""
 _compiled_ends: list[weakref.ref[_End]] = []
@@ -69,6 +76,7 @@ class BackwardPasses:
         self._queued: set[int] = set()
         self._settled = 0  # how many steps were settled: what belongs to an earlier one means nothing any more
         self._inner_depth: int | None = None  # of the inner pass that ended, while its outer node has yet to end
+        self._breaking: int | None = None  # the thread that is telling of a pass that broke off
 
     def enter(self) -> None:
         """Call from a gradient's hook, at least once per pass."""
@@ -105,8 +113,22 @@ class BackwardPasses:
 
     def _broke(self, number: int) -> None:
         if number in self._queued:
-            self._queued.discard(number)
-            self._on_broken()
+            self._breaking = threading.get_ident()
+            try:
+                self._queued.discard(number)
+                self._on_broken()
+            finally:
+                self._breaking = None
+
+    def await_broken(self) -> None:
+        """Outside of any pass: if one has broken off, return when `on_broken` was called and is over."""
+        if not self._queued and self._breaking is None:
+            return
+        if current_pass() != -1 or self._breaking == threading.get_ident() or _is_any_running():
+            return
+        waits_until = time.monotonic() + BROKEN_WITHIN_S
+        while (self._queued or self._breaking is not None) and time.monotonic() < waits_until:
+            time.sleep(PAUSE_S)  # lets the other thread have the interpreter
 
 
 class _End:
@@ -161,6 +183,17 @@ def _depth() -> int:
         depth += frame.f_code is _RUN_BACKWARD
         frame = frame.f_back
     return depth
+
+
+def _is_any_running() -> bool:
+    """Whether any thread of this process runs a backward pass."""
+    for frame in sys._current_frames().values():
+        at: FrameType | None = frame
+        while at is not None:
+            if at.f_code is _RUN_BACKWARD:
+                return True
+            at = at.f_back
+    return False
 
 
 def _queue(callback: Callable[[], None]) -> None:

@@ -42,8 +42,10 @@ class Reducer(Steps):
         self.reset()
         self._standing.begin_anew(group)
         self.planner.let_go()
+        self.group.passes.discard(self._passes)
         self.group = self.planner.group = group
         self._carrier.use(group)
+        group.passes.add(self._passes)
         self._name_in(group)
         self._reports.forget()
         self.weighting.begin_anew(group.size)
@@ -90,6 +92,8 @@ class Reducer(Steps):
 
         Collective: it is this rank's part in the step that the other ranks take part in by a backward pass or likewise.
         """
+        if self.mode is not None:
+            self._passes.await_broken()
         if self.mode is Mode.SYNC:
             self.abandon() if self.options.settle_unused else self.reset()
         if not self._standing.is_clear:

@@ -92,6 +92,7 @@ class Steps(Telling):
         self._passes = BackwardPasses(
             on_end=self._end_of_backward, on_broken=self.abandon, on_inner_end=self._end_of_inner_pass
         )
+        group.passes.add(self._passes)
         self._intake = Intake(self.options.placement)
         self._carrier = Carrier(
             group,
