@@ -5,8 +5,9 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 NPROC ?= 2
 FRAMEWORKS := .venv-frameworks
+STAND_IN := .venv-stand-in
 
-.PHONY: demo test test-frameworks lint bench peer docs clean
+.PHONY: demo test test-frameworks test-stand-in lint bench peer docs clean
 
 # torch first, and alone: with the constraint it is the tested one, and the open range in pyproject.toml is then already
 # satisfied when the rest is installed.
@@ -45,9 +46,19 @@ $(FRAMEWORKS)/.ready: pyproject.toml constraints.txt
 test-frameworks: $(FRAMEWORKS)/.ready
 	$(FRAMEWORKS)/bin/python -m pytest -o addopts="-ra --strict-markers --import-mode=importlib" tests/frameworks
 
+# Those for a GPU, where there is none: torch's CUDA build on a stand-in for CUDA (tests/gpu/stand_in/README.md).
+$(STAND_IN)/.ready:
+	test -x $(STAND_IN)/bin/python || $(PYTHON) -m venv $(STAND_IN)
+	$(STAND_IN)/bin/python -m pip install --quiet "torch==2.11.0" "nvidia-cuda-crt<14" numpy expecttest
+	touch $@
+
+test-stand-in: $(STAND_IN)/.ready
+	$(STAND_IN)/bin/python tests/gpu/stand_in/run.py --values tests/gpu/run_all.py --beside 2
+	$(STAND_IN)/bin/python tests/gpu/stand_in/run.py --values --races tests/gpu/test_streams.py
+
 docs: $(READY)
 	$(PY) tests/docs_check.py
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis benchmarks/out
+	rm -rf $(VENV) $(FRAMEWORKS) $(STAND_IN) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis benchmarks/out
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
