@@ -160,6 +160,7 @@ def test_options_are_checked() -> None:
 def test_traceback_carries_its_rank_and_first_failure_comes_first() -> None:
     def body() -> None:
         print("printed by", dist.get_rank())
+        meet("both have printed")
         if dist.get_rank() == 1:
             raise ValueError("broken on purpose")
         dist.barrier()

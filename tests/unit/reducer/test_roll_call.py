@@ -29,6 +29,9 @@ class Alone:
 
     rank, size = 0, 1
 
+    def __init__(self) -> None:
+        self.passes: set[object] = set()
+
     def waits_on_streams(self, device: torch.device) -> bool:
         return False
 
