@@ -53,8 +53,8 @@ $(STAND_IN)/.ready:
 	touch $@
 
 test-stand-in: $(STAND_IN)/.ready
-	$(STAND_IN)/bin/python tests/gpu/stand_in/run.py --values tests/gpu/run_all.py --beside 2
-	$(STAND_IN)/bin/python tests/gpu/stand_in/run.py --values --races tests/gpu/test_streams.py
+	$(STAND_IN)/bin/python tests/gpu/stand_in/run.py --values --devices 2 tests/gpu/run_all.py --beside 2
+	$(STAND_IN)/bin/python tests/gpu/stand_in/run.py --values --races --devices 2 tests/gpu/test_streams.py
 
 docs: $(READY)
 	$(PY) tests/docs_check.py

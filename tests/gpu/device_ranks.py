@@ -48,23 +48,28 @@ TIMEOUT_S = 60
 Check = Callable[[], None]
 Wrap = Callable[[nn.Module], nn.Module]
 TorchDDP = nn.parallel.DistributedDataParallel
-DEVICE_IDS = [0] if ON_GPU else None
+
+
+def device_ids() -> list[int] | None:
+    """What a script says of this rank's device."""
+    return [torch.cuda.current_device()] if ON_GPU else None
+
 
 OURS: dict[str, Wrap] = {
     "replicate": lambda module: px.replicate(module),
     "replicate, small buckets": lambda module: px.replicate(module, bucket_bytes=2048, first_bucket_bytes=256),
-    "ddp": lambda module: px.DistributedDataParallel(module, device_ids=DEVICE_IDS),
+    "ddp": lambda module: px.DistributedDataParallel(module, device_ids=device_ids()),
     "ddp, views": lambda module: px.DistributedDataParallel(
-        module, device_ids=DEVICE_IDS, gradient_as_bucket_view=True, bucket_cap_mb=0.002
+        module, device_ids=device_ids(), gradient_as_bucket_view=True, bucket_cap_mb=0.002
     ),
     "ddp, unused": lambda module: px.DistributedDataParallel(
-        module, device_ids=DEVICE_IDS, find_unused_parameters=True, bucket_cap_mb=0.002
+        module, device_ids=device_ids(), find_unused_parameters=True, bucket_cap_mb=0.002
     ),
 }
 
 
 def torch_ddp(module: nn.Module, **options: Any) -> TorchDDP:
-    return TorchDDP(module, device_ids=DEVICE_IDS, **options)
+    return TorchDDP(module, device_ids=device_ids(), **options)
 
 
 def bare(model: nn.Module) -> nn.Module:
@@ -127,11 +132,29 @@ def beyond_the_stand_in(why: str, *, on: str = "") -> Callable[[Check], Check]:
 _BEYOND_THE_STAND_IN: dict[str, tuple[str, str]] = {}
 
 
+Test = Callable[[], None]
+
+
+def several_gpus(test: Test) -> Test:
+    """A test whose ranks need a GPU each, as NCCL wants it. `stand_in/run.py --devices 2` has two."""
+    if ON_GPU and torch.cuda.device_count() >= 2:
+        return test
+    why = "NCCL takes one rank per GPU, and there are not two"
+    _LEFT_OUT[test.__name__] = why
+    return pytest.mark.skip(reason=why)(test) if gpu else test
+
+
+_LEFT_OUT: dict[str, str] = {}
+
+
 # -- running -----------------------------------------------------------------------------------------------------------
 
 
 def run_checks(checks: Sequence[Check], *, world_size: int, backend: str) -> None:
-    """Run all checks in fresh processes on one device; each that fails is shown, and the others are run all the same."""
+    """Run all checks in fresh processes; each that fails is shown, and the others are run all the same.
+
+    Ranks on Gloo share the first GPU; others have one each, as NCCL wants it.
+    """
     # cuBLAS is deterministic only with a workspace of fixed size, which it reads when it is first used.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the output is cut to its end: nothing but results
@@ -153,7 +176,7 @@ def _left_out(check: Check, backend: str) -> bool:
 
 def _rank(rank: int, world_size: int, backend: str, file: str, checks: Sequence[Check]) -> None:
     if ON_GPU:
-        torch.cuda.set_device(0)
+        torch.cuda.set_device(0 if backend == "gloo" else rank)
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
         torch.backends.cudnn.deterministic = True
@@ -193,10 +216,13 @@ def _rank(rank: int, world_size: int, backend: str, file: str, checks: Sequence[
         raise AssertionError(f"rank {rank} of {world_size} on {backend}: {', '.join(failed)} failed")
 
 
-def main(*tests: Callable[[], None]) -> None:
+def main(*tests: Test) -> None:
     """For a file that is run as a program."""
     failed = 0
     for test in tests:
+        if test.__name__ in _LEFT_OUT:
+            print("left out", test.__name__, "as", _LEFT_OUT[test.__name__], flush=True)
+            continue
         began = time.perf_counter()
         try:
             test()

@@ -20,7 +20,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.gpu.device_ranks import (
     ALONE,
     DEVICE,
-    DEVICE_IDS,
     ON_GPU,
     OURS,
     State,
@@ -28,10 +27,12 @@ from tests.gpu.device_ranks import (
     autocast,
     compare,
     data,
+    device_ids,
     gpu,
     main,
     parameters_of,
     run_checks,
+    several_gpus,
     torch_ddp,
 )
 
@@ -196,8 +197,10 @@ class Reads(nn.Module):
 def check_devices() -> None:
     options: list[dict[str, Any]] = [{}, {"device_ids": None}]
     if ON_GPU:
-        options += [{"device_ids": [0]}, {"device_ids": [torch.device("cuda:0")]}]
-        options += [{"device_ids": [0], "output_device": 0}, {"device_ids": [0], "output_device": "cuda:0"}]
+        here = torch.cuda.current_device()
+        options += [{"device_ids": device_ids()}, {"device_ids": [torch.device("cuda", here)]}]
+        options += [{"device_ids": [here], "output_device": here}]
+        options += [{"device_ids": [here], "output_device": f"cuda:{here}"}]
     rank = dist.get_rank()
     for option in options:
         results = []
@@ -236,7 +239,7 @@ def check_devices_that_are_refused() -> None:
     for cls in (TorchDDP, px.DistributedDataParallel):
         refused = False
         try:
-            cls(mixed, device_ids=DEVICE_IDS)
+            cls(mixed, device_ids=device_ids())
         except Exception:
             refused = True
         assert refused, cls
@@ -261,5 +264,10 @@ def test_two_ranks_on_gloo() -> None:
     run_checks(CHECKS, world_size=2, backend="gloo")
 
 
+@several_gpus
+def test_two_ranks_on_nccl() -> None:
+    run_checks(CHECKS, world_size=2, backend="nccl")
+
+
 if __name__ == "__main__":
-    main(test_alone_on_nccl, test_two_ranks_on_gloo)
+    main(test_alone_on_nccl, test_two_ranks_on_gloo, test_two_ranks_on_nccl)

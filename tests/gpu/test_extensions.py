@@ -31,6 +31,7 @@ from tests.gpu.device_ranks import (
     main,
     parameters_of,
     run_checks,
+    several_gpus,
     torch_ddp,
 )
 
@@ -225,5 +226,10 @@ def test_two_ranks_on_gloo() -> None:
     run_checks(CHECKS, world_size=2, backend="gloo")
 
 
+@several_gpus
+def test_two_ranks_on_nccl() -> None:
+    run_checks(CHECKS, world_size=2, backend="nccl")
+
+
 if __name__ == "__main__":
-    main(test_alone_on_nccl, test_two_ranks_on_gloo)
+    main(test_alone_on_nccl, test_two_ranks_on_gloo, test_two_ranks_on_nccl)

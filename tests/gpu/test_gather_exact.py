@@ -15,7 +15,7 @@ from torch.utils.data import DistributedSampler as TorchSampler
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.gpu.device_ranks import ALONE, DEVICE, ON_GPU, gpu, main, run_checks
+from tests.gpu.device_ranks import ALONE, DEVICE, ON_GPU, gpu, main, run_checks, several_gpus
 
 import phalanx as px
 
@@ -76,9 +76,25 @@ def test_two_ranks_on_gloo() -> None:
 
 
 def test_alone_on_phalanx() -> None:
-    """Two ranks on one GPU are more than NCCL takes, to which this group hands CUDA tensors."""
     run_checks(CHECKS, world_size=1, backend="phalanx")
 
 
+@several_gpus
+def test_two_ranks_on_phalanx() -> None:
+    """This group hands CUDA tensors to NCCL."""
+    run_checks(CHECKS, world_size=2, backend="phalanx")
+
+
+@several_gpus
+def test_two_ranks_on_nccl() -> None:
+    run_checks(CHECKS, world_size=2, backend="nccl")
+
+
 if __name__ == "__main__":
-    main(test_alone_on_nccl, test_two_ranks_on_gloo, test_alone_on_phalanx)
+    main(
+        test_alone_on_nccl,
+        test_two_ranks_on_gloo,
+        test_two_ranks_on_nccl,
+        test_alone_on_phalanx,
+        test_two_ranks_on_phalanx,
+    )

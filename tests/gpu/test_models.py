@@ -29,6 +29,7 @@ from tests.gpu.device_ranks import (
     main,
     parameters_of,
     run_checks,
+    several_gpus,
     torch_ddp,
 )
 from tests.parity.models import CASES, Case
@@ -53,9 +54,9 @@ def train_case(name: str, which: str, *, dtype: torch.dtype = torch.float32, ste
     module = case.model(dtype).to(DEVICE)
     if which != "torch":
         model = OURS[which](module)
-    elif name == "sparse_embedding" and dist.get_backend() == "nccl":
-        model = module  # torch's DDP cannot reduce sparse gradients there; alone, the module by itself is the measure
     else:
+        if name == "sparse_embedding" and dist.get_backend() == "nccl":
+            module.embed.sparse = False  # torch's DDP cannot reduce sparse gradients there: the same ones, dense
         model = torch_ddp(module, find_unused_parameters=case.unused)
     optimizer = case.optimizer(module)
     for step in range(steps):
@@ -242,5 +243,10 @@ def test_two_ranks_on_gloo() -> None:
     run_checks(CHECKS, world_size=2, backend="gloo")
 
 
+@several_gpus
+def test_two_ranks_on_nccl() -> None:
+    run_checks(CHECKS, world_size=2, backend="nccl")
+
+
 if __name__ == "__main__":
-    main(test_alone_on_nccl, test_two_ranks_on_gloo)
+    main(test_alone_on_nccl, test_two_ranks_on_gloo, test_two_ranks_on_nccl)

@@ -16,7 +16,17 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.gpu.device_ranks import ALONE, DEVICE, DEVICE_IDS, autocast, gpu, main, run_checks, torch_ddp
+from tests.gpu.device_ranks import (
+    ALONE,
+    DEVICE,
+    autocast,
+    device_ids,
+    gpu,
+    main,
+    run_checks,
+    several_gpus,
+    torch_ddp,
+)
 
 import phalanx as px
 
@@ -24,9 +34,11 @@ pytestmark = gpu
 Wrap = Callable[[nn.Module], nn.Module]
 WRAPS: dict[str, Wrap] = {
     "replicate": lambda module: px.replicate(module),
-    "ddp": lambda module: px.DistributedDataParallel(module, device_ids=DEVICE_IDS),
-    "ddp_view": lambda module: px.DistributedDataParallel(module, device_ids=DEVICE_IDS, gradient_as_bucket_view=True),
-    "ddp_static": lambda module: px.DistributedDataParallel(module, device_ids=DEVICE_IDS, static_graph=True),
+    "ddp": lambda module: px.DistributedDataParallel(module, device_ids=device_ids()),
+    "ddp_view": lambda module: px.DistributedDataParallel(
+        module, device_ids=device_ids(), gradient_as_bucket_view=True
+    ),
+    "ddp_static": lambda module: px.DistributedDataParallel(module, device_ids=device_ids(), static_graph=True),
 }
 
 
@@ -83,12 +95,13 @@ def check_a_branch_that_is_not_always_used() -> None:
 
 def check_the_phalanx_group() -> None:
     """It hands tensors on a GPU to NCCL."""
+    size = dist.get_world_size()
     total = torch.ones(4, device=DEVICE)
     dist.all_reduce(total)
-    assert total.sum().item() == 4
-    gathered: list[object] = [None]
+    assert total.sum().item() == 4 * size
+    gathered: list[object] = [None] * size
     dist.all_gather_object(gathered, {"rank": dist.get_rank()})
-    assert gathered == [{"rank": 0}]
+    assert gathered == [{"rank": rank} for rank in range(size)]
     compare("replicate", amp=False, branch=False)
 
 
@@ -107,5 +120,21 @@ def test_the_phalanx_group_hands_cuda_to_nccl() -> None:
     run_checks([check_the_phalanx_group], world_size=1, backend="phalanx")
 
 
+@several_gpus
+def test_the_phalanx_group_hands_cuda_to_nccl_among_two() -> None:
+    run_checks([*CHECKS, check_the_phalanx_group], world_size=2, backend="phalanx")
+
+
+@several_gpus
+def test_two_ranks_on_nccl() -> None:
+    run_checks(CHECKS, world_size=2, backend="nccl")
+
+
 if __name__ == "__main__":
-    main(test_alone_on_nccl, test_two_ranks_on_gloo, test_the_phalanx_group_hands_cuda_to_nccl)
+    main(
+        test_alone_on_nccl,
+        test_two_ranks_on_gloo,
+        test_two_ranks_on_nccl,
+        test_the_phalanx_group_hands_cuda_to_nccl,
+        test_the_phalanx_group_hands_cuda_to_nccl_among_two,
+    )

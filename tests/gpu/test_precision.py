@@ -18,7 +18,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.gpu.device_ranks import ALONE, DEVICE, DEVICE_IDS, ON_GPU, gpu, main, run_checks
+from tests.gpu.device_ranks import ALONE, DEVICE, ON_GPU, device_ids, gpu, main, run_checks, several_gpus
 
 import phalanx as px
 
@@ -74,10 +74,10 @@ def check_precision() -> None:
             wraps: list[Callable[[nn.Module], nn.Module]] = [
                 lambda module, policy=policy: px.replicate(module, precision=policy),
                 lambda module, config=config: px.DistributedDataParallel(
-                    module, device_ids=DEVICE_IDS, mixed_precision=config, gradient_as_bucket_view=True
+                    module, device_ids=device_ids(), mixed_precision=config, gradient_as_bucket_view=True
                 ),
                 lambda module, config=config: px.DistributedDataParallel(
-                    module, device_ids=DEVICE_IDS, mixed_precision=config, static_graph=True
+                    module, device_ids=device_ids(), mixed_precision=config, static_graph=True
                 ),
             ]
             for wrap in wraps:
@@ -118,7 +118,7 @@ def check_in_backward() -> None:
         for way in ("by hand", "replicate", "ddp", "fused"):
             torch.manual_seed(0)
             module = Net().to(DEVICE)
-            model = px.DistributedDataParallel(module, device_ids=DEVICE_IDS) if way in ("ddp", "fused") else module
+            model = px.DistributedDataParallel(module, device_ids=device_ids()) if way in ("ddp", "fused") else module
             if way in ("by hand", "replicate"):
                 px.replicate(module)
             if way == "fused":
@@ -147,5 +147,10 @@ def test_two_ranks_on_gloo() -> None:
     run_checks(CHECKS, world_size=2, backend="gloo")
 
 
+@several_gpus
+def test_two_ranks_on_nccl() -> None:
+    run_checks(CHECKS, world_size=2, backend="nccl")
+
+
 if __name__ == "__main__":
-    main(test_alone_on_nccl, test_two_ranks_on_gloo)
+    main(test_alone_on_nccl, test_two_ranks_on_gloo, test_two_ranks_on_nccl)

@@ -23,7 +23,7 @@ from torch.distributed.optim import DistributedOptimizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.gpu.device_ranks import CLOSE, DEVICE, DEVICE_IDS, ON_GPU, TIMEOUT_S, TorchDDP, data, gpu, main
+from tests.gpu.device_ranks import CLOSE, DEVICE, ON_GPU, TIMEOUT_S, TorchDDP, data, device_ids, gpu, main
 
 import phalanx as px
 
@@ -79,7 +79,7 @@ def averages_of(module: nn.Module, hidden: torch.Tensor, group: dist.ProcessGrou
 def train(cls: type[nn.Module], group: dist.ProcessGroup, *, remote: bool) -> dict[str, torch.Tensor]:
     rank = dist.get_rank(group)
     module = Head().to(DEVICE)
-    model = cls(module, device_ids=DEVICE_IDS, process_group=group)
+    model = cls(module, device_ids=device_ids(), process_group=group)
     table = rpc.remote("table", RemoteTable)
     refs = [rpc.RRef(parameter) for parameter in module.parameters()]
     refs += table.rpc_sync().parameter_refs() if remote else []

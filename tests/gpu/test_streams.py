@@ -21,17 +21,18 @@ from tests.gpu.device_ranks import (
     ALONE,
     CLOSE,
     DEVICE,
-    DEVICE_IDS,
     ON_GPU,
     ON_STAND_IN,
     State,
     beyond_the_stand_in,
     compare,
     data,
+    device_ids,
     gpu,
     main,
     parameters_of,
     run_checks,
+    several_gpus,
     torch_ddp,
 )
 
@@ -55,7 +56,7 @@ def replicated(module: nn.Module, **options: Any) -> nn.Module:
 
 
 def ddp(module: nn.Module, **options: Any) -> px.DistributedDataParallel:
-    model = px.DistributedDataParallel(module, device_ids=DEVICE_IDS, **options)
+    model = px.DistributedDataParallel(module, device_ids=device_ids(), **options)
     model._engine.communicate_alone()
     return model
 
@@ -387,5 +388,10 @@ def test_two_ranks_on_gloo() -> None:
     run_checks(STREAMS, world_size=2, backend="gloo")
 
 
+@several_gpus
+def test_two_ranks_on_nccl() -> None:
+    run_checks(ALONE_CHECKS, world_size=2, backend="nccl")
+
+
 if __name__ == "__main__":
-    main(test_alone_on_nccl, test_two_ranks_on_gloo)
+    main(test_alone_on_nccl, test_two_ranks_on_gloo, test_two_ranks_on_nccl)

@@ -14,7 +14,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.gpu.device_ranks import DEVICE, ON_GPU, autocast, gpu, main, run_checks, torch_ddp
+from tests.gpu.device_ranks import DEVICE, ON_GPU, autocast, gpu, main, run_checks, several_gpus, torch_ddp
 
 import phalanx as px
 
@@ -120,5 +120,10 @@ def test_two_ranks_on_gloo() -> None:
     run_checks(CHECKS, world_size=2, backend="gloo")
 
 
+@several_gpus
+def test_two_ranks_on_nccl() -> None:
+    run_checks(CHECKS, world_size=2, backend="nccl")
+
+
 if __name__ == "__main__":
-    main(test_two_ranks_on_gloo)
+    main(test_two_ranks_on_gloo, test_two_ranks_on_nccl)

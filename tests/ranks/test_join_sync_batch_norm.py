@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -16,7 +17,10 @@ from torch.distributed.algorithms.join import Join
 from torch.utils.checkpoint import checkpoint
 
 import phalanx as px
-from phalanx.errors import MismatchError, OutOfDataError, PeerFailedError
+from phalanx.api.sync_batch_norm import shadow
+from phalanx.api.sync_batch_norm.channel import Channel
+from phalanx.comm import c10d
+from phalanx.errors import MismatchError, OutOfDataError, PeerFailedError, PhalanxError
 from phalanx.testing import ranks, run_ranks
 
 WORLDS = pytest.mark.parametrize(("world_size", "backend"), [(2, "gloo"), (2, "phalanx"), (3, "gloo"), (3, "phalanx")])
@@ -154,9 +158,42 @@ def _waits() -> None:
 
 @ranks(3)
 def test_several_models_share_the_layers_group() -> None:
+    _several_models()
+
+
+@ranks(3)
+def test_a_listener_that_stops_looking_just_as_it_is_told() -> None:
+    """It took the end of its look for a time-out of the group's, and the others waited for it in the layer."""
+    c10d.LOOK_EVERY_S = 1e-4  # in a rank's own process, which ends with the test
+    shadow.LOOK_EVERY_S = 0.0
+    for _ in range(10):
+        _several_models()
+
+
+@ranks(3)
+def test_a_listener_hears_of_a_layer_that_has_no_number_here_yet() -> None:
+    """All ranks have met over the second model's layers, and others use the first while this one still numbers them."""
+    heard = threading.Event()
+    known, adopt = shadow.Listener._known, Channel.adopt
+
+    def noted(self: shadow.Listener, number: int) -> nn.Module | None:
+        if self._channel.layer(number) is None:
+            heard.set()
+        return known(self, number)
+
+    def late(self: Channel, layer: nn.Module) -> None:
+        assert not shadow._listeners or heard.wait(10)
+        adopt(self, layer)
+
+    shadow.Listener._known, Channel.adopt = noted, late  # type: ignore[method-assign]
+    _several_models(broadcast_buffers=False)
+    assert heard.is_set() == (dist.get_rank() == 2)
+
+
+def _several_models(**options: Any) -> None:
     counts = [1, 3, 0]
     nets = [px.synchronize_batch_norm(_net()) for _ in range(2)]
-    models = [px.DistributedDataParallel(net, find_unused_parameters=True) for net in nets]
+    models = [px.DistributedDataParallel(net, find_unused_parameters=True, **options) for net in nets]
     optimizers = [_sgd(model) for model in models]
     with Join(models, divide_by_initial_world_size=True):
         for step, batch in enumerate(shares(counts)[dist.get_rank()]):
@@ -261,6 +298,8 @@ class _Narrow(nn.Sequential):
 def _fails_in_a_shadowed_step(how: str, kind: str) -> None:
     """Rank 0 has no data left; of the others the last does something wrong. Nobody waits for ever."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
+    if how == "forgotten layer":
+        shadow.Listener._known = lambda self, number: None  # type: ignore[method-assign]
     net = px.synchronize_batch_norm(_Narrow())
     model: Any = px.DistributedDataParallel(net) if kind == "ddp" else px.replicate(net)
     extra = px.SyncBatchNorm(4)
@@ -270,7 +309,7 @@ def _fails_in_a_shadowed_step(how: str, kind: str) -> None:
             return model(torch.ones(1 if rank == last else 0, 6)).sum()
         if how == "other layer":
             return model(torch.ones(3, 6) if rank != last else torch.ones(3, 4), rank == last).sum()
-        return model(torch.ones(3, 6), extra=extra).sum()
+        return model(torch.ones(3, 6), extra=extra if how == "unknown layer" else None).sum()
 
     def train() -> None:
         with model.join() if kind == "ddp" else px.join(model):
@@ -278,10 +317,13 @@ def _fails_in_a_shadowed_step(how: str, kind: str) -> None:
                 loss().backward()
 
     wanted: Any = (MismatchError, PeerFailedError, ValueError)
+    if how == "forgotten layer":  # by rank 0 alone: it leaves, and hears of whoever leaves because of that
+        wanted = PhalanxError
     text = {
         "one value": "more than 1 value per channel",
         "other layer": "SyncBatchNorm: rank 0 has no data left, rank 1 is in the forward pass of layer number 1, rank 2",
         "unknown layer": "a SyncBatchNorm layer is used for the first time",
+        "forgotten layer": "rank 0 has no data left and does not know a SyncBatchNorm layer that the others use|rank 1",
     }[how]
     with pytest.raises(wanted, match=text):
         train()
@@ -289,7 +331,9 @@ def _fails_in_a_shadowed_step(how: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["ddp", "replicate"])
 @pytest.mark.parametrize("backend", ["gloo", "phalanx"])
-@pytest.mark.parametrize(("how", "world_size"), [("one value", 2), ("unknown layer", 2), ("other layer", 3)])
+@pytest.mark.parametrize(
+    ("how", "world_size"), [("one value", 2), ("unknown layer", 2), ("other layer", 3), ("forgotten layer", 2)]
+)
 def test_an_error_in_a_shadowed_step_reaches_every_rank(how: str, world_size: int, backend: str, kind: str) -> None:
     run_ranks(_fails_in_a_shadowed_step, world_size, how, kind, backend=backend)
 

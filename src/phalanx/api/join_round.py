@@ -133,7 +133,9 @@ class Round:
         """This rank leaves the loop by itself; whoever waits for it is told why, unless that is why it leaves."""
         if self.over:
             return
-        told = isinstance(error, PeerFailedError | PeerLostError | GroupAbortedError)
+        told = isinstance(error, PeerFailedError | PeerLostError)
+        # With a reason it was a layer's group that was aborted: who waits for this rank in the loop's has not heard.
+        told = told or (isinstance(error, GroupAbortedError) and self.reason is None)
         if error is None:
             told = self._in_step  # of a step that failed the reducers tell
         if self._topic and not told:

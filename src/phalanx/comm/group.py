@@ -10,6 +10,8 @@ from typing import Literal, Protocol
 
 import torch
 
+from phalanx.errors import CollectiveTimeoutError
+
 ReduceKind = Literal["sum", "avg", "max", "min"]
 
 
@@ -22,6 +24,16 @@ class Work(ABC):
 
     @abstractmethod
     def done(self) -> bool: ...
+
+    def ended_within(self, timeout_s: float) -> bool:
+        """Wait so long at most. Raises what went wrong with it, but not that it takes longer."""
+        try:
+            self.wait(timeout_s)
+        except CollectiveTimeoutError:
+            if not self.done():
+                return False
+            self.wait()  # it ended just after, well or with a time-out of its own
+        return True
 
     def then(self, action: Callable[[], None]) -> Work:
         """A work that is this one followed by `action`, which runs once, in whichever thread waits first."""

@@ -1,7 +1,7 @@
-/* A stand-in for what torch's CUDA build calls besides the runtime: the driver, cuBLAS, and NCCL among one rank.
+/* A stand-in for what torch's CUDA build calls besides the runtime and NCCL: the driver and cuBLAS.
 
-   None of these takes part in computing: kernels.py does, where values matter. NCCL's collectives copy what a rank would
-   get from itself, which is all there is at world size 1. Calls are declared without their arguments where none is used. */
+   Neither takes part in computing: stand_in_torch.py does, where values matter. Calls are declared without their
+   arguments where none is used. */
 #include "stand_in.h"
 
 #include <stdlib.h>
@@ -10,21 +10,17 @@
 /* -- the driver --------------------------------------------------------------------------------------------------- */
 
 #define DRIVER_CALLS(X)                                                                                                \
-    X(cuAm) X(cuBr) X(cuBx) X(cuCG) X(cuCtxFromGreenCtx) X(cuCtxPopCurrent) X(cuCtxPushCurrent)                        \
-    X(cuCtxSetCurrent) X(cuDevResourceGenerateDesc) X(cuDevSmResourceSplitByCount) X(cuDeviceGet)                      \
-    X(cuDeviceGetAttribute) X(cuDeviceGetDevResource) X(cuDeviceGetUuid) X(cuDevicePrimaryCtxRetain) X(cuDp)           \
-    X(cuEF) X(cuEal) X(cuFAo) X(cuFZ) X(cuFc) X(cuFf) X(cuFj) X(cuFuncGetAttribute) X(cuFuncSetAttribute)              \
-    X(cuFuncSetCacheConfig) X(cuGS) X(cuGreenCtxCreate) X(cuGreenCtxDestroy) X(cuGreenCtxStreamCreate)                 \
-    X(cuInit) X(cuIx) X(cuJo) X(cuKC) X(cuKy) X(cuLaunchCooperativeKernel) X(cuLaunchKernel)                           \
-    X(cuLinkAddData_v2) X(cuLinkComplete) X(cuLinkCreate_v2) X(cuMemAddressFree) X(cuMemAddressReserve)                \
-    X(cuMemCreate) X(cuMemExportToShareableHandle) X(cuMemGetAddressRange_v2) X(cuMemGetAllocationGranularity)         \
-    X(cuMemGetAllocationPropertiesFromHandle) X(cuMemImportFromShareableHandle) X(cuMemMap) X(cuMemRelease)            \
-    X(cuMemRetainAllocationHandle) X(cuMemSetAccess) X(cuMemUnmap) X(cuModuleGetFunction) X(cuModuleLoad)              \
-    X(cuModuleLoadData) X(cuModuleLoadDataEx) X(cuModuleUnload) X(cuMulticastAddDevice) X(cuMulticastBindMem)          \
-    X(cuMulticastCreate) X(cuMulticastUnbind) X(cuNM) X(cuOC) X(cuOccupancyMaxActiveBlocksPerMultiprocessor)           \
-    X(cuPc) X(cuPeYt) X(cuPointerGetAttribute) X(cuQJ) X(cuQQ) X(cuQz) X(cuRO) X(cuTb)                                 \
-    X(cuTensorMapEncodeTiled) X(cuUWT) X(cuUX) X(cuUab) X(cuUuWUUUUwwwC) X(cuVfjT) X(cuVj) X(cuWKV) X(cuWN)            \
-    X(cuZfr) X(cuZfs)
+    X(cuCtxFromGreenCtx) X(cuCtxPopCurrent) X(cuCtxPushCurrent) X(cuCtxSetCurrent) X(cuDevResourceGenerateDesc)        \
+    X(cuDevSmResourceSplitByCount) X(cuDeviceGet) X(cuDeviceGetAttribute) X(cuDeviceGetDevResource)                    \
+    X(cuDeviceGetUuid) X(cuDevicePrimaryCtxRetain) X(cuFuncGetAttribute) X(cuFuncSetAttribute)                         \
+    X(cuFuncSetCacheConfig) X(cuGreenCtxCreate) X(cuGreenCtxDestroy) X(cuGreenCtxStreamCreate) X(cuInit)               \
+    X(cuLaunchCooperativeKernel) X(cuLaunchKernel) X(cuLinkAddData_v2) X(cuLinkComplete) X(cuLinkCreate_v2)            \
+    X(cuMemAddressFree) X(cuMemAddressReserve) X(cuMemCreate) X(cuMemExportToShareableHandle)                          \
+    X(cuMemGetAddressRange_v2) X(cuMemGetAllocationGranularity) X(cuMemGetAllocationPropertiesFromHandle)              \
+    X(cuMemImportFromShareableHandle) X(cuMemMap) X(cuMemRelease) X(cuMemRetainAllocationHandle) X(cuMemSetAccess)     \
+    X(cuMemUnmap) X(cuModuleGetFunction) X(cuModuleLoad) X(cuModuleLoadData) X(cuModuleLoadDataEx) X(cuModuleUnload)   \
+    X(cuMulticastAddDevice) X(cuMulticastBindMem) X(cuMulticastCreate) X(cuMulticastUnbind)                            \
+    X(cuOccupancyMaxActiveBlocksPerMultiprocessor) X(cuPointerGetAttribute) X(cuTensorMapEncodeTiled)
 
 #define DOES_NOTHING(name)                                                                                             \
     int name() { return 0; }
@@ -99,70 +95,3 @@ int cublasLtMatmulAlgoGetHeuristic(void *handle, void *what, void *a, void *b, v
     *num_found = 1;
     return 0;
 }
-
-/* -- NCCL --------------------------------------------------------------------------------------------------------- */
-
-typedef struct {
-    int rank, size;
-} Comm;
-typedef struct {
-    char bytes[128];
-} Id;
-
-static int make(Comm **comm, int rank, int size) {
-    *comm = malloc(sizeof(Comm));
-    **comm = (Comm){rank, size};
-    return 0;
-}
-
-int ncclGetVersion(int *version) {
-    *version = 22809;
-    return 0;
-}
-int ncclGetUniqueId(Id *id) {
-    memset(id, 1, sizeof *id);
-    return 0;
-}
-int ncclCommInitRank(Comm **comm, int size, Id id, int rank) { return make(comm, rank, size); }
-int ncclCommInitRankConfig(Comm **comm, int size, Id id, int rank, void *how) { return make(comm, rank, size); }
-int ncclCommInitRankScalable(Comm **comm, int size, int rank, int num, Id *ids, void *how) {
-    return make(comm, rank, size);
-}
-int ncclCommSplit(Comm *comm, int color, int key, Comm **made, void *how) { return make(made, comm->rank, comm->size); }
-int ncclCommCount(Comm *comm, int *size) {
-    *size = comm->size;
-    return 0;
-}
-int ncclCommUserRank(Comm *comm, int *rank) {
-    *rank = comm->rank;
-    return 0;
-}
-int ncclCommGetAsyncError(Comm *comm, int *error) { return *error = 0; }
-const char *ncclGetErrorString(int error) { return "an error of the stand-in for NCCL"; }
-const char *ncclGetLastError(Comm *comm) { return ncclGetErrorString(0); }
-int ncclRedOpCreatePreMulSum(int *op) { return (*op = 5) * 0; }
-int ncclMemAlloc(void **begin, size_t length) { return (*begin = stand_in_take(length, 0)) == 0; }
-int ncclMemFree(void *begin) {
-    stand_in_give(begin);
-    return 0;
-}
-
-static int copied(const void *from, void *to, size_t count, int dtype) {
-    static const int lengths[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
-    if (from != to)
-        memmove(to, from, count * lengths[dtype]);
-    return stand_in_called(nccl);
-}
-
-int ncclAllReduce(const void *from, void *to, size_t n, int dtype) { return copied(from, to, n, dtype); }
-int ncclReduce(const void *from, void *to, size_t n, int dtype) { return copied(from, to, n, dtype); }
-int ncclBroadcast(const void *from, void *to, size_t n, int dtype) { return copied(from, to, n, dtype); }
-int ncclAllGather(const void *from, void *to, size_t n, int dtype) { return copied(from, to, n, dtype); }
-int ncclReduceScatter(const void *from, void *to, size_t n, int dtype) { return copied(from, to, n, dtype); }
-int ncclAlltoAll(const void *from, void *to, size_t n, int dtype) { return copied(from, to, n, dtype); }
-
-#define NCCL_CALLS(X)                                                                                                  \
-    X(ncclGroupStart) X(ncclGroupEnd) X(ncclGroupSimulateEnd) X(ncclCommDestroy) X(ncclCommAbort)                      \
-    X(ncclCommFinalize) X(ncclCommRegister) X(ncclCommDeregister) X(ncclCommWindowRegister)                            \
-    X(ncclCommWindowDeregister) X(ncclRedOpDestroy)
-NCCL_CALLS(DOES_NOTHING)

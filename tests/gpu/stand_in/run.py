@@ -24,18 +24,19 @@ ROOT = HERE.parents[2]
 
 def built(folder: Path) -> Path:
     """The library, under the names by which torch asks for it."""
-    headers = next(Path(sysconfig.get_paths()["purelib"]).glob("nvidia/cu[0-9]*/include"), None)
-    if headers is None:
+    packages = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
+    headers = [*packages.glob("cu[0-9]*/include"), *packages.glob("nccl/include")]
+    if len(headers) < 2:
         raise SystemExit("this Python has no CUDA build of torch: see tests/gpu/stand_in/README.md")
     library = folder / "libcuda.so.1"
-    sources = [str(HERE / name) for name in ("runtime.c", "libraries.c")]
+    sources = [str(HERE / name) for name in ("runtime.c", "libraries.c", "nccl.c")]
     command = [
         "gcc",
         "-O2",
         "-fPIC",
         "-shared",
         "-w",
-        f"-I{headers}",
+        *[f"-I{folder}" for folder in headers],
         "-o",
         str(library),
         *sources,

@@ -1,7 +1,7 @@
 /* A stand-in for CUDA's runtime: every call that torch makes, counted, and done on the host at once.
 
-   Device memory is memory of the process; copies and fills really happen, kernels do not (kernels.py does what they
-   would, where values matter). What is queued is over when the call returns, so nothing is asynchronous: whether
+   Device memory is memory of the process; copies and fills really happen, kernels do not (stand_in_torch.py does
+   what they would, where values matter). What is queued is over when the call returns, so nothing is asynchronous: whether
    streams are joined is for torch's own sanitizer to find, which follows events and not time.
 
    A call costs the host some time on a real device. It is made up: `stand_in_cost` sets it. */
@@ -141,7 +141,7 @@ cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *all) {
 /* Without values, moving much would only cost the time that a device's own engines take. */
 static int moves_all = -1;
 
-static int moves(size_t length) {
+int stand_in_moves(size_t length) {
     if (moves_all < 0)
         moves_all = getenv("STAND_IN_VALUES") != 0;
     return moves_all || length <= 65536;
@@ -152,7 +152,7 @@ cudaError_t cudaMemcpy(void *to, const void *from, size_t length, enum cudaMemcp
     return stand_in_called(memcpy_sync);
 }
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t length, enum cudaMemcpyKind kind, cudaStream_t stream) {
-    if (moves(length))
+    if (stand_in_moves(length))
         memmove(to, from, length);
     return stand_in_called(memcpy_async);
 }
@@ -167,7 +167,7 @@ cudaError_t cudaMemset(void *to, int value, size_t length) {
     return 0;
 }
 cudaError_t cudaMemsetAsync(void *to, int value, size_t length, cudaStream_t stream) {
-    if (moves(length))
+    if (stand_in_moves(length))
         memset(to, value, length);
     return stand_in_called(memset_async);
 }

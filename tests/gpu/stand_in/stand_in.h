@@ -14,5 +14,6 @@ enum {
 };
 
 int stand_in_called(int kind); /* counts it, takes its time, and returns zero: that all went well */
+int stand_in_moves(size_t length); /* whether so much memory is copied, or only counted */
 void *stand_in_take(size_t length, int on_host);
 void stand_in_give(void *begin);

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -21,7 +22,7 @@ from phalanx.api.sync_batch_norm.header import Header
 from phalanx.api.sync_batch_norm.layer import SyncBatchNorm, TorchSyncBatchNorm
 from phalanx.api.sync_batch_norm.words import LISTENING, UNKNOWN_LAYER, Word
 from phalanx.comm.c10d import C10dGroup
-from phalanx.errors import CollectiveTimeoutError, MismatchError, PhalanxError
+from phalanx.errors import MismatchError, PhalanxError
 
 LOOK_EVERY_S = 0.5  # how soon a listener that is told to stop does so
 
@@ -90,24 +91,27 @@ class Shadowing:
         if self._prepared:
             return
         self._prepared = True
-        mine = [[layer.num_features, str(_wire(layer, self._like).dtype)] for layer in self._layers]
-        said = json.dumps(mine).encode()
-        parts = self._group.exchange("the SyncBatchNorm layers of a join", said, timeout_s=FIRST_USE_TIMEOUT_S)
-        for rank, part in enumerate(parts):
-            if part != parts[0]:
-                raise MismatchError(
-                    "ranks have different SyncBatchNorm layers (channels, and how their statistics are sent): rank 0 has "
-                    f"{parts[0].decode()}, rank {rank} {part.decode()}",
-                    rank=self._group.rank,
-                    group=self._group.name,
-                )
         for layer in self._layers:
-            own = layer._own_ranks()
-            if own is not None:
-                channel = channel_of(own, _wire(layer, self._like).device)
-                channel.adopt(layer)
-                if channel not in self._channels:
-                    self._channels.append(channel)
+            (_following.add if self._keeps_stats else _following.discard)(layer)
+        with _numbering:
+            mine = [[layer.num_features, str(_wire(layer, self._like).dtype)] for layer in self._layers]
+            said = json.dumps(mine).encode()
+            parts = self._group.exchange("the SyncBatchNorm layers of a join", said, timeout_s=FIRST_USE_TIMEOUT_S)
+            for rank, part in enumerate(parts):
+                if part != parts[0]:
+                    raise MismatchError(
+                        "ranks have different SyncBatchNorm layers (channels, and how their statistics are sent): rank 0 "
+                        f"has {parts[0].decode()}, rank {rank} {part.decode()}",
+                        rank=self._group.rank,
+                        group=self._group.name,
+                    )
+            for layer in self._layers:
+                own = layer._own_ranks()
+                if own is not None:
+                    channel = channel_of(own, _wire(layer, self._like).device)
+                    channel.adopt(layer)
+                    if channel not in self._channels:
+                        self._channels.append(channel)
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
@@ -131,8 +135,6 @@ class Shadowing:
             if listener is None:
                 listener = _listeners[channel] = Listener(channel, self._like.device)
                 listener.start()
-            if self._keeps_stats:
-                listener.keeps_stats_of.update(map(id, self._layers))
 
     def finish(self) -> None:
         """No rank has data any more, or every rank gives up at this point. Collective, where a rank led or listened."""
@@ -165,8 +167,7 @@ class Listener:
     """The thread of a rank without data that takes part in what the others announce on one channel."""
 
     def __init__(self, channel: Channel, device: torch.device) -> None:
-        self.error: PhalanxError | None = None
-        self.keeps_stats_of: set[int] = set()
+        self.error: Exception | None = None
         self._channel = channel
         self._device = device
         self._stopped = threading.Event()
@@ -187,29 +188,34 @@ class Listener:
             with torch.no_grad():
                 while not self._stopped.is_set() and (word := self._hear()) != LISTENING:
                     self._take_part(word)
-        except PhalanxError as error:
+        except PhalanxError as error:  # which the others find, too
             self.error = error
+        except Exception as error:
+            self.error = error
+            self._channel.group.abort(f"a rank without data failed in a SyncBatchNorm layer: {error}")
 
     def _hear(self) -> int:
         work, heard = self._channel.start_saying(LISTENING)
-        while True:
-            try:
-                work.wait(LOOK_EVERY_S)
-                return self._channel.understood(heard)
-            except CollectiveTimeoutError:
-                if work.done():
-                    raise
+        while not work.ended_within(LOOK_EVERY_S):
             if self._stopped.is_set():
                 return LISTENING
+        return self._channel.understood(heard)
+
+    def _known(self, number: int) -> nn.Module | None:
+        layer = self._channel.layer(number)
+        if layer is None:  # one of a module whose loop is being prepared in the main thread
+            with _numbering:
+                layer = self._channel.layer(number)
+        return layer
 
     def _take_part(self, number: int) -> None:
-        layer = None if number == UNKNOWN_LAYER else self._channel.layer(Word.decode(number).layer)
+        layer = None if number == UNKNOWN_LAYER else self._known(Word.decode(number).layer)
         if not isinstance(layer, SyncBatchNorm):
-            raise MismatchError(
-                "the others use a SyncBatchNorm layer that this rank, which has no data left, does not know",
-                rank=self._channel.group.rank,
-                group=self._channel.group.name,
-            )
+            group = self._channel.group
+            reason = f"rank {group.rank} has no data left and does not know a SyncBatchNorm layer that the others use"
+            if number != UNKNOWN_LAYER:  # they know it, and wait for this rank
+                group.abort(reason)
+            raise MismatchError(reason, rank=group.rank, group=group.name)
         word = Word.decode(number)
         device = _wire(layer, torch.empty(0, device=self._device)).device
         wire = Wire(layer.num_features, torch.float64 if word.wide else torch.float32, device)
@@ -218,11 +224,15 @@ class Listener:
             self._channel.start_reduce(sums, word.layer)()
             return
         gathered = self._channel.gather(Header(0, shadow=True), None, None, wire)
-        if id(layer) in self.keeps_stats_of:
+        if layer in _following:
             layer._enter_stats(gathered)
 
 
 _listeners: dict[Channel, Listener] = {}
+# Layers whose running estimates follow those of the others while this rank has no data.
+_following: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+# Held from before all ranks meet over a loop's layers until they have their numbers here: the others may use one at once.
+_numbering = threading.Lock()
 
 
 def _wire(layer: TorchSyncBatchNorm, like: torch.Tensor) -> Wire:

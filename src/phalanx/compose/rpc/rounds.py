@@ -17,7 +17,7 @@ from phalanx.comm.process_groups import own_group, release_group
 from phalanx.compose.rpc import peers
 from phalanx.compose.rpc.agreement import ROW_LENGTH, Row, Verdict, judge
 from phalanx.compose.rpc.floor import Floor
-from phalanx.errors import CollectiveTimeoutError, MismatchError, PeerFailedError, PhalanxError
+from phalanx.errors import MismatchError, PeerFailedError, PhalanxError
 from phalanx.reducer.bucket import ParameterSlot, gradient_view
 from phalanx.reducer.plan import BucketSpec, ParameterSpec, plan_buckets
 from phalanx.reducer.reducer import Reducer
@@ -173,13 +173,7 @@ class Rounds:
             raise
 
     def _wait_for(self, work: Work) -> None:
-        while True:
-            try:
-                work.wait(timeout_s=LOOK_AFTER_S)
-                return
-            except CollectiveTimeoutError:
-                if work.done():  # the group's own time-out
-                    raise
+        while not work.ended_within(LOOK_AFTER_S):
             self._look()
 
     def _look(self) -> None:
