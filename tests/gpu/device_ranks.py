@@ -210,8 +210,9 @@ def _rank(rank: int, world_size: int, backend: str, file: str, checks: Sequence[
     # A group ends its threads when nobody holds it any more, and models do: one that lets go of a tensor while the
     # interpreter ends aborts the process.
     gc.collect()
-    with contextlib.suppress(RuntimeError):
-        dist.destroy_process_group()
+    if dist.is_initialized():  # a check may have ended it
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
     if failed:
         raise AssertionError(f"rank {rank} of {world_size} on {backend}: {', '.join(failed)} failed")
 

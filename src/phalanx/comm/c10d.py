@@ -216,6 +216,7 @@ class C10dGroup(BoardGroup):
             torch.cat([part[:n] for part, n in zip(all_indices, lengths, strict=True)]).t(),
             torch.cat([part[:n] for part, n in zip(all_values, lengths, strict=True)]),
             mine.shape,
+            device=values.device,
             check_invariants=False,
         ).coalesce()
 

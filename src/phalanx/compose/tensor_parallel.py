@@ -146,7 +146,7 @@ def clip_grad_norm_(
         _whole(nn.utils.get_total_norm(kind, norm_type, error_if_nonfinite, foreach=foreach)) for kind in kinds.values()
     ]
     if not norms:
-        return torch.tensor(0.0)
+        return torch.tensor(0.0, device=listed[0].device if listed else "cpu")
     total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
     factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
     for part in spread.parts_of(gradients):

@@ -131,7 +131,10 @@ def _indices_of(
                 f"there are {num_rows} rows, but the sampler's iteration has {len(own)} samples of this rank"
             )
         return own
-    own = torch.as_tensor(indices if len(indices) else torch.empty(0, dtype=torch.int64))  # type: ignore[arg-type]
+    if indices is None or not len(indices):
+        own = torch.empty(0, dtype=torch.int64, device="cpu")
+    else:
+        own = torch.as_tensor(indices, device="cpu")
     if own.dim() != 1 or own.is_floating_point() or own.is_complex() or own.dtype == torch.bool:
         raise ValueError(f"indices must be integers, one per row, got {own.dtype} of shape {list(own.shape)}")
     if len(own) != num_rows:

@@ -163,7 +163,7 @@ def unpack(rows: torch.Tensor, leaves: Sequence[Leaf], devices: Sequence[torch.d
 def interleaved(counts: Sequence[int]) -> torch.Tensor:
     """Where rows that lie rank after rank come from when ranks take turns, as an unpadded order is dealt to them."""
     size = len(counts)
-    keys = [torch.arange(count, dtype=torch.int64) * size + rank for rank, count in enumerate(counts)]
+    keys = [torch.arange(count, dtype=torch.int64, device="cpu") * size + rank for rank, count in enumerate(counts)]
     return torch.cat(keys).argsort()
 
 

@@ -25,7 +25,7 @@ def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool) -> torch.T
         return None
     generator = torch.Generator()
     generator.manual_seed(seed + epoch)
-    return torch.randperm(length, generator=generator)
+    return torch.randperm(length, generator=generator, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,11 @@ class Share:
 
     def indices(self, order: torch.Tensor | None) -> torch.Tensor:
         """The same as one tensor."""
-        parts = [torch.as_tensor(part, dtype=torch.int64) for part in self.parts(order, most=max(self.length, 1))]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+        parts = [
+            torch.as_tensor(part, dtype=torch.int64, device="cpu")
+            for part in self.parts(order, most=max(self.length, 1))
+        ]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device="cpu")
 
     def _own_positions(self) -> range:
         stop = self.length

@@ -156,7 +156,7 @@ class Bucket:
         # The factor as a tensor: half the cost of a Python number per multiplication. Never in less than single
         # precision: a third in bfloat16 is off by 0.2 %, and always to the same side.
         real = spec.dtype.to_real() if spec.dtype.is_complex else spec.dtype
-        self.scale = torch.ones((), dtype=torch.promote_types(real, torch.float32))
+        self.scale = torch.ones((), dtype=torch.promote_types(real, torch.float32), device="cpu")
         self._factor = 1.0
         self.views = (
             []

@@ -165,6 +165,7 @@ def as_sparse(slot: ParameterSlot, gradient: torch.Tensor | None) -> torch.Tenso
         torch.empty(1, 0, dtype=torch.int64, device=parameter.device),
         torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device),
         parameter.shape,
+        device=parameter.device,
         check_invariants=False,
     )
 

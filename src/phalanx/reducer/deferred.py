@@ -26,7 +26,7 @@ class DeferredReport:
     def __init__(self, control: ControlBlock, tensor: torch.Tensor) -> None:
         self._control = control
         self._on_device = tensor.device.type == "cuda"
-        self._numbers = torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=self._on_device)
+        self._numbers = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu", pin_memory=self._on_device)
         self._copied = torch.cuda.Event() if self._on_device else None
         self._averaged = False
         self._num_written = 0

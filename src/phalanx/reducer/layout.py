@@ -185,4 +185,4 @@ class Layout:
         self._shown = self._shown_parts = []
 
 
-_NOTHING = torch.empty(0)
+_NOTHING = torch.empty(0, device="cpu")

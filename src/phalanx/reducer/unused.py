@@ -148,12 +148,13 @@ class ControlBlock:
         self._is_zero = False
         self.num_written += 1
         if used is not None or late or flags & _WEIGHS:
-            tail.copy_(torch.tensor(self._compose(used, late, weight, flags), dtype=tail.dtype))
+            tail.copy_(torch.tensor(self._compose(used, late, weight, flags), dtype=tail.dtype, device="cpu"))
             return
         known = self._flags_alone.get(flags)
         if known is None:
             numbers = self._compose(None, (), weight, flags)
-            known = torch.tensor(numbers, dtype=tail.dtype, pin_memory=tail.device.type == "cuda")
+            pinned = tail.device.type == "cuda"
+            known = torch.tensor(numbers, dtype=tail.dtype, device="cpu", pin_memory=pinned)
             self._flags_alone[flags] = known
         tail.copy_(known, non_blocking=True)
 

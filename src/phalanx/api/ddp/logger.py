@@ -50,7 +50,7 @@ class Logger(dist.Logger):
 
     def __init__(self, engine: Reducer) -> None:
         nobody = dist.ProcessGroup(0, 1)  # type: ignore[call-arg]  # without a store: it never communicates
-        idle = dist.Reducer([torch.nn.Parameter(torch.zeros(1))], [[0]], [1], nobody)
+        idle = dist.Reducer([torch.nn.Parameter(torch.zeros(1, device="cpu"))], [[0]], [1], nobody)
         super().__init__(idle)
         self._idle = idle
         self._engine = engine

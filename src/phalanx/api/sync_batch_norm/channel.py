@@ -140,8 +140,8 @@ class Channel:
         return self.understood(heard)
 
     def start_saying(self, word: int) -> tuple[Any, list[torch.Tensor]]:
-        heard = [torch.zeros(1, dtype=torch.int64) for _ in range(self.group.size)]
-        return self.group.all_gather(heard, torch.tensor([word])), heard
+        heard = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.group.size)]
+        return self.group.all_gather(heard, torch.tensor([word], device="cpu")), heard
 
     def understood(self, heard: list[torch.Tensor]) -> int:
         words = [int(one.item()) for one in heard]
@@ -172,7 +172,7 @@ class Channel:
             for lane, value in enumerate(header.encode()):
                 mine[lane].fill_(value)
         else:
-            mine[:lanes] = torch.tensor(header.encode(), dtype=like.dtype)
+            mine[:lanes] = torch.tensor(header.encode(), dtype=like.dtype, device="cpu")
         if first is not None and second is not None:
             mine[lanes : lanes + size] = first
             mine[lanes + size :] = second

@@ -104,7 +104,7 @@ class NativeKernels:
         self, means: Tensor, spreads: Tensor, counts: Sequence[int], running: RunningStats | None, eps: float
     ) -> tuple[Tensor, Tensor]:
         total = sum(counts)
-        shares = torch.tensor(counts, dtype=means.dtype).div_(total).unsqueeze_(1)
+        shares = torch.tensor(counts, dtype=means.dtype, device=means.device).div_(total).unsqueeze_(1)
         mean = (means * shares).sum(0)
         # Within ranks and between them. Never the mean of squares less the square of the mean, which cancels.
         var = ((spreads + (means - mean).square_()) * shares).sum(0)

@@ -53,7 +53,7 @@ def problem_with(layers: Sequence[tuple[str, TorchSyncBatchNorm]], group: dist.P
             continue
         if not set(dist.get_process_group_ranks(own)) <= ranks:
             return f"{name} normalises over ranks that do not take part in this loop"
-        device = _wire(layer, torch.empty(0)).device
+        device = _wire(layer, torch.empty(0, device="cpu")).device
         if device.type != "cpu" and dist.get_backend(own) != "gloo":
             return (
                 f"{name} shares a group of {dist.get_backend(own)} with the gradients: a rank without data cannot know in "

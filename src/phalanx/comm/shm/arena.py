@@ -100,7 +100,7 @@ class Arena:
 
     def tensor(self, number: int, numel: int, dtype: torch.dtype) -> Tensor:
         own = self.segments[number].own
-        return torch.empty(0, dtype=dtype).set_(own.untyped_storage(), 0, (numel,))  # type: ignore[call-overload]
+        return torch.empty(0, dtype=dtype, device="cpu").set_(own.untyped_storage(), 0, (numel,))  # type: ignore[call-overload]
 
     def release(self, tensor: Tensor) -> None:
         """Keep the tensor's memory for a later request. The caller no longer uses the tensor or any view of it."""

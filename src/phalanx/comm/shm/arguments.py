@@ -68,7 +68,9 @@ class Landing:
             self.flat = flat(tensor)
         else:
             self._home = tensor
-            self.flat = flat(tensor.contiguous() if filled else torch.empty(tensor.shape, dtype=tensor.dtype))
+            self.flat = flat(
+                tensor.contiguous() if filled else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            )
 
     def land(self) -> None:
         if self._home is not None:

@@ -74,7 +74,7 @@ class BetweenHosts:
         """That the ranks in `others`, on other hosts, are in the same call."""
         if not others:
             return
-        own = torch.zeros(_HEADER_BYTES, dtype=torch.uint8)
+        own = torch.zeros(_HEADER_BYTES, dtype=torch.uint8, device="cpu")
         raw = said.encode()[:_HEADER_BYTES]
         own[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
         theirs = {r: torch.zeros_like(own) for r in others}
@@ -88,9 +88,9 @@ class BetweenHosts:
 
     def check_lengths(self, sent: Mapping[int, int], wanted: Mapping[int, int], *, timeout_s: float, said: str) -> None:
         """Gloo hangs, or writes past the end, where two ranks disagree on a length; say so first."""
-        told = {r: torch.zeros(1, dtype=torch.int64) for r in wanted}
+        told = {r: torch.zeros(1, dtype=torch.int64, device="cpu") for r in wanted}
         self.swap(
-            {r: torch.tensor([n]).view(torch.uint8) for r, n in sent.items()},
+            {r: torch.tensor([n], device="cpu").view(torch.uint8) for r, n in sent.items()},
             {r: t.view(torch.uint8) for r, t in told.items()},
             timeout_s=timeout_s,
             said=said,

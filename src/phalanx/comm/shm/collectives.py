@@ -17,7 +17,7 @@ from phalanx.comm.shm.exchange import Streams
 from phalanx.comm.shm.kernels import fold
 from phalanx.comm.shm.mesh import Call, Mesh
 
-_NO_BYTES = torch.empty(0, dtype=torch.uint8)
+_NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
 _BLOCK_BYTES = 256 << 10
 
 

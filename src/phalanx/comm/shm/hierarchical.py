@@ -20,7 +20,7 @@ from phalanx.comm.shm.between_hosts import BetweenHosts
 from phalanx.comm.shm.kernels import divided, fold
 from phalanx.comm.shm.mesh import Mesh
 
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class HierarchicalCollectives:
@@ -187,7 +187,7 @@ class HierarchicalCollectives:
         loads: list[Tensor] = []
         for k in range(carriers):
             sizes = [sum(targets[r].numel() for r in ranks) for h, ranks in enumerate(carried[k]) if h != self._host]
-            loads.append(torch.empty(sum(sizes), dtype=torch.uint8))
+            loads.append(torch.empty(sum(sizes), dtype=torch.uint8, device="cpu"))
         if self._carries:
             own = joined(carried[mesh.index][self._host])
             at, receives = 0, {}

@@ -17,14 +17,17 @@ def all_reduce(ops: Collectives, tensor: Tensor, rank: int, size: int, *, timeou
     if own.indices().dtype != torch.int64:
         raise ArgumentError(f"sparse all_reduce: expected int64 indices, got {own.indices().dtype}")
 
-    counts = torch.zeros(size, dtype=torch.int64)
+    counts = torch.zeros(size, dtype=torch.int64, device="cpu")
     said = signature("sparse_all_reduce", note=f"{note}: counts")
     ops.all_gather(
-        as_bytes(torch.tensor([own._nnz()])), list(as_bytes(counts).view(size, 8)), timeout_s=timeout_s, signature=said
+        as_bytes(torch.tensor([own._nnz()], device="cpu")),
+        list(as_bytes(counts).view(size, 8)),
+        timeout_s=timeout_s,
+        signature=said,
     )
 
     def gathered(mine: Tensor, shapes: list[list[int]], what: str) -> list[Tensor]:
-        places = [torch.empty(shape, dtype=mine.dtype) for shape in shapes]
+        places = [torch.empty(shape, dtype=mine.dtype, device="cpu") for shape in shapes]
         said = signature("sparse_all_reduce", note=f"{note}: {what}")
         flats = [as_bytes(p.view(-1)) for p in places]
         ops.all_gather(as_bytes(mine.contiguous().view(-1)), flats, timeout_s=timeout_s, signature=said)
@@ -33,7 +36,7 @@ def all_reduce(ops: Collectives, tensor: Tensor, rank: int, size: int, *, timeou
     nnz = [int(n) for n in counts]
     indices = gathered(own.indices(), [[own.sparse_dim(), n] for n in nnz], "indices")
     values = gathered(own.values(), [[n, *own.values().shape[1:]] for n in nnz], "values")
-    total = torch.sparse_coo_tensor(indices[0], values[0], tensor.shape)
+    total = torch.sparse_coo_tensor(indices[0], values[0], tensor.shape, device="cpu")
     for index, value in zip(indices[1:], values[1:], strict=True):
-        total = total + torch.sparse_coo_tensor(index, value, tensor.shape)
+        total = total + torch.sparse_coo_tensor(index, value, tensor.shape, device="cpu")
     tensor.copy_(total.coalesce())

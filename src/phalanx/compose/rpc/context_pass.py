@@ -254,7 +254,8 @@ class ContextPass:
         parcel = self._parcels[bucket]
         undivided = self._averages or self._hook is not None
         real = parcel.spec.dtype.to_real() if parcel.spec.dtype.is_complex else parcel.spec.dtype
-        scale = torch.tensor(1.0 if undivided else self._share, dtype=torch.promote_types(real, torch.float32))
+        wide = torch.promote_types(real, torch.float32)
+        scale = torch.tensor(1.0 if undivided else self._share, dtype=wide, device="cpu")
         with torch.no_grad():
             for view, slot in zip(parcel.views, parcel.slots, strict=False):  # a sparse one has no views
                 gradient = gradients.get(id(slot.parameter))

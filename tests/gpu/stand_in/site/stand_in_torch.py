@@ -81,10 +81,12 @@ def _same_memory(tensor: torch.Tensor) -> torch.Tensor:
         return torch.sparse_coo_tensor(indices, values, tensor.shape, is_coalesced=coalesced, check_invariants=False)
     storage = tensor.untyped_storage()
     if not storage.nbytes() or not storage.data_ptr():
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
     held = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
     raw = torch.frombuffer(held, dtype=torch.uint8).untyped_storage()
-    same = torch.empty(0, dtype=tensor.dtype).set_(raw, tensor.storage_offset(), tensor.shape, tensor.stride())
+    same = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
+        raw, tensor.storage_offset(), tensor.shape, tensor.stride()
+    )
     same = torch._neg_view(same) if tensor.is_neg() else same
     return torch.conj(same) if tensor.is_conj() else same
 
