@@ -102,6 +102,22 @@ def test_another_instance_on_the_same_group() -> None:
 
 
 @ranks(2)
+def test_the_next_forward() -> None:
+    """It asks whether the pass before was finished, in a module without buffers: nothing else waits there."""
+    module = mlp()
+    model = px.DistributedDataParallel(module)
+    if dist.get_rank() == 0:
+        break_off(model, module)
+    else:
+        with told_late() as told:
+            break_off(model, module)
+            assert not told
+            model(batch(1))
+            assert told == ["the engine's"]
+    train_on(model, module)
+
+
+@ranks(2)
 def test_buffers_of_the_next_forward() -> None:
     inner = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     model = px.DistributedDataParallel(inner, bucket_cap_mb=0.0001)

@@ -139,6 +139,8 @@ class Reducer(Steps):
 
     def unfinished(self) -> list[ParameterSlot]:
         """What the step under way still waits for; empty between steps."""
+        if self.mode is not None:
+            self._passes.await_broken()  # another thread may be about to drop this step
         if self.mode is not Mode.SYNC and not self.graph_changed:
             return []
         waiting = [slot for slot in self.slots if slot.left > 0]
