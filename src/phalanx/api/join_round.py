@@ -266,10 +266,10 @@ class Round:
         heard = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(self._group.size)]
         try:
             self._group.all_gather(heard, torch.tensor([code], dtype=torch.int64, device=device)).wait()
+            codes = [int(one) for one in self._group.read(torch.cat(heard))]
         except PhalanxError as error:
             self._give_up(error)
             raise
-        codes = [int(one.item()) for one in heard]
         leaders = [rank for rank, code in enumerate(codes) if code > 0]
         # "More" and "done" are one thing to be at: the end of a batch.
         at = {min(codes[rank], self._more) for rank in leaders}

@@ -106,7 +106,7 @@ class _Filled(pickle.Unpickler):
 def _send(group: Group, payload: bytes, *, source: int, device: torch.device) -> bytes:
     length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
     group.broadcast(length, source).wait()
-    data = torch.empty(int(length.item()), dtype=torch.uint8, device=device)
+    data = torch.empty(int(group.read(length)[0]), dtype=torch.uint8, device=device)
     if group.rank == source:
         data.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
     group.broadcast(data, source).wait()

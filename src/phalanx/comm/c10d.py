@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from phalanx.comm.board import Board
 from phalanx.comm.board_group import BoardGroup, Ledger
+from phalanx.comm.device_wait import await_stream
 from phalanx.comm.farewell import say_farewell_on
 from phalanx.comm.group import DoneWork, ReduceKind, Work
 from phalanx.comm.process_groups import backends_of, store_of, timeout_of
@@ -108,6 +109,7 @@ class C10dGroup(BoardGroup):
             self._backends["cuda"] = "nccl"
         self.averages = set(self._backends.values()) <= _AVERAGING_BACKENDS
         self._sums = {kind: _all_reduce_options(op) for kind, op in _OPS.items()}
+        self._has_aborted = False  # this rank, and not another
 
     @property
     def timeout_s(self) -> float:  # type: ignore[override]  # asked anew each time: `phalanx.set_timeout` may change it
@@ -117,7 +119,15 @@ class C10dGroup(BoardGroup):
     def waits_on_streams(self, device: torch.device) -> bool:
         return (self._backends.get(device.type) or self._backends.get("")) in _STREAM_BACKENDS
 
+    def read(self, tensor: torch.Tensor) -> list[Any]:
+        if self.size > 1 and tensor.is_cuda and self.waits_on_streams(tensor.device):
+            await_stream(tensor.device, self.check_notices)
+        return super().read(tensor)
+
     def abort(self, reason: str) -> None:
+        if self._has_aborted:
+            return
+        self._has_aborted = True
         self._aborted = reason
         if self.board is not None:
             self.board.post("aborted", "", reason)
@@ -197,7 +207,7 @@ class C10dGroup(BoardGroup):
         indices, values = mine.indices(), mine.values()
         counts = [torch.zeros(1, dtype=torch.int64, device=values.device) for _ in range(self.size)]
         self.all_gather(counts, torch.tensor([indices.shape[1]], device=values.device)).wait()
-        lengths = [int(count.item()) for count in counts]
+        lengths = [int(length) for length in self.read(torch.cat(counts))]
         longest = max(lengths)
         if longest == 0:
             return mine

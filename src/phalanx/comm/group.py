@@ -6,7 +6,7 @@ import math
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -119,6 +119,14 @@ class Group(ABC):
     def waits_on_streams(self, device: torch.device) -> bool:
         """Whether waiting for a work on this device makes its current stream wait, and not the host."""
         return False
+
+    def read(self, tensor: torch.Tensor) -> list[Any]:
+        """The numbers that a collective has left in a tensor, on the host, once its work was waited for.
+
+        Where streams wait for works, the tensor's own methods would wait within CUDA, whoever is gone; this raises then.
+        """
+        numbers: list[Any] = tensor.tolist()
+        return numbers
 
     @abstractmethod
     def next_serial(self) -> int:

@@ -150,7 +150,7 @@ def _agreed(carrier: C10dGroup, offer: _Offer, device: torch.device) -> list[_Of
     """
     said = offer.encoded()
     header = torch.tensor([*offer.digest(), offer.num_rows, len(said)], dtype=torch.int64, device=device)
-    headers = [part.tolist() for part in _all_gathered(carrier, header)]
+    headers = [carrier.read(part) for part in _all_gathered(carrier, header)]
     if all(part[:2] == headers[0][:2] for part in headers):
         everyone = [replace(offer, num_rows=part[2]) for part in headers]
     else:

@@ -94,13 +94,13 @@ def _agreed(
     device = parameters[0].device if parameters else _default_device(group)
     extremes = torch.tensor([what, -what, which, -which], dtype=torch.int64, device=device)
     group.all_reduce(extremes, "max").wait()
-    most_what, least_what, most_which, least_which = extremes.tolist()
+    most_what, least_what, most_which, least_which = group.read(extremes)
     if most_what != -least_what or not most_what:
         _raise_difference(group, entries, problem)
     if most_which != -least_which:
         any_rank = torch.tensor(mine, dtype=torch.uint8, device=device)
         group.all_reduce(any_rank, "max").wait()
-        mine = [bool(value) for value in any_rank.tolist()]
+        mine = [bool(value) for value in group.read(any_rank)]
     return mine
 
 

@@ -133,7 +133,7 @@ class Carrier:
                 [float(slot.parameter.grad is not None) for slot in slots], device=slots[0].parameter.device
             )
             self.group.all_reduce(used).wait()
-            for slot, count in zip(slots, used.tolist(), strict=True):
+            for slot, count in zip(slots, self.group.read(used), strict=True):
                 if count:
                     self._reduce_one(slot, share)
 

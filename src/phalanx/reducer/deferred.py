@@ -8,16 +8,13 @@ that, has the numbers copied to the host behind the reduction, and reads them be
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import torch
 
+from phalanx.comm.device_wait import await_event
 from phalanx.reducer.streams import stream_object
 from phalanx.reducer.unused import ControlBlock, Report
-
-PAUSE_S = 0.0001  # the device is then a whole forward pass behind: what a pause is too long does not show
-LOOK_EVERY_S = 0.2
 
 
 class DeferredReport:
@@ -43,18 +40,8 @@ class DeferredReport:
 
         `look` is called now and then while it is not over; it raises where it never will be.
         """
-        if self._copied is not None and not self._copied.query():
-            self._await_copy(look)
+        if self._copied is not None:  # the device may not have come so far; or never will, where a rank is gone
+            await_event(self._copied, look)
         if self._control.is_usual(self._numbers, self._num_written):
             return None
-        return self._control.read(self._numbers, averaged=self._averaged)
-
-    def _await_copy(self, look: Callable[[], None]) -> None:
-        """The device has not come so far; or never will, where a rank is gone from the collective before."""
-        assert self._copied is not None
-        looked = time.monotonic()
-        while not self._copied.query():
-            time.sleep(PAUSE_S)
-            if time.monotonic() - looked > LOOK_EVERY_S:
-                look()
-                looked = time.monotonic()
+        return self._control.read(self._numbers.tolist(), averaged=self._averaged)

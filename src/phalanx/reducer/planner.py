@@ -186,5 +186,7 @@ class Planner:
             return
         (work, tensor), self.agreeing = self.agreeing, None
         work.wait()
-        self.replan(order=[int(index) for index in tensor.tolist()], reason="the order in which gradients arrived")
+        self.replan(
+            order=[int(index) for index in self.group.read(tensor)], reason="the order in which gradients arrived"
+        )
         self.has_replanned = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from phalanx.comm.group import Group
 from phalanx.errors import PeerFailedError, PhalanxError, ReducerStateError
 from phalanx.reducer.deferred import DeferredReport
 from phalanx.reducer.layout import Layout
@@ -48,7 +49,7 @@ class Reports:
         used = None if said.used is None else [bool(one) for one in said.used]
         control.write(tensor, used=used, late=said.late, weight=said.weights[0], flags=said.flags[0])
 
-    def read(self, layout: Layout, *, communicates: bool, averaged: bool, now: bool) -> Report:
+    def read(self, layout: Layout, *, communicates: bool, averaged: bool, now: bool, by: Group) -> Report:
         """What all ranks have to say of this step; or what this rank expects them to, where reading can wait."""
         said = self._said
         if not communicates:
@@ -57,7 +58,7 @@ class Reports:
             control, tensor = layout.control, layout.control_tensor
             if tensor.is_cpu and control.is_usual(tensor, control.num_written):
                 return control.nothing
-            report = control.read(tensor, averaged=averaged)
+            report = control.read(by.read(tensor), averaged=averaged)
             return report if layout.deferred is None else report.without(Flag.EVALUATING)
         if not is_capturing(layout.control_tensor.device):
             layout.deferred.start(layout.control_tensor, averaged=averaged)

@@ -352,7 +352,9 @@ class Steps(Telling):
         layout, carrier, stats = self.layout, self._carrier, self.stats
         averaged = layout.rides and carrier.averages and self.group.size > 1
         now = not layout.on_streams or self._must_read_now
-        report = self._reports.read(layout, communicates=carrier.communicates, averaged=averaged, now=now)
+        report = self._reports.read(
+            layout, communicates=carrier.communicates, averaged=averaged, now=now, by=self.group
+        )
         if report is not layout.control.nothing:
             self._raise_for(report)
         for bucket in self.buckets if layout.has_sparse else ():

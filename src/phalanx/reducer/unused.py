@@ -195,10 +195,10 @@ class ControlBlock:
             self._is_zero = usual
         return usual
 
-    def read(self, tail: torch.Tensor, *, averaged: bool) -> Report:
+    def read(self, tail: Sequence[float], *, averaged: bool) -> Report:
         """Read the reduced tail. A backend that averages divided it by the number of ranks: that is undone here."""
         factor = self._size if averaged else 1
-        numbers = [number * factor for number in tail.tolist()]
+        numbers = [number * factor for number in tail]
         rest = numbers[self._late_at :]
         late = [bucket for bucket in range(self._weights_at - self._late_at) if rest[bucket] > 0.5]
         said = rest[self._weights_at - self._late_at : self._flags_at - self._late_at]

@@ -462,6 +462,8 @@ static ncclResult_t leave(ncclComm_t comm) {
     return ncclSuccess; /* its memory stays: a thread may still be waiting there */
 }
 ncclResult_t ncclCommAbort(ncclComm_t comm) {
+    if (!comm) /* torch aborts again what it has let go of */
+        return ncclSuccess;
     comm->aborted = 1;
     return leave(comm);
 }

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from phalanx.comm import device_wait
 from phalanx.errors import PeerLostError
-from phalanx.reducer import deferred, streams
+from phalanx.reducer import streams
 from phalanx.reducer.deferred import DeferredReport
 from phalanx.reducer.unused import ControlBlock, Flag
 
@@ -57,7 +58,7 @@ def test_what_was_said_is_read_once_the_copy_is_over() -> None:
 
 
 def test_a_copy_that_never_ends_is_given_up_when_a_rank_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deferred, "LOOK_EVERY_S", 0.005)
+    monkeypatch.setattr(device_wait, "LOOK_EVERY_S", 0.005)
     looks = []
 
     def look() -> None:

@@ -55,7 +55,7 @@ def test_what_each_rank_writes_everyone_reads(
         total += tail
     if averaged:
         total /= size
-    report = blocks[0].read(total, averaged=averaged)
+    report = blocks[0].read(total.tolist(), averaged=averaged)
     counts = [sum(1 for w in said if w.used is None or w.used[i]) for i in range(num_parameters)]
     if all(count == size for count in counts):
         assert report.used is None

@@ -73,7 +73,7 @@ class Joining:
             return None
         assert work is not None
         work.wait()
-        num_syncing, num_in_context, num_joined = (round(number) for number in said.tolist())
+        num_syncing, num_in_context, num_joined = (round(number) for number in self._group().read(said))
         if self._norms is not None and num_joined:
             self._shadow_norms(self._norms, is_joined_rank=is_joined_rank)
         elif self._norms is not None:

@@ -73,7 +73,7 @@ class TorchReducer:
             return None
         (work, by_initial_size), self._joined = self._joined, None
         work.wait()
-        return None if by_initial_size else int(work.result()[0].item())
+        return None if by_initial_size else int(self.engine.group.read(work.result()[0].view(1))[0])
 
     def withdraw(self) -> bool:
         """Expect no backward pass any more; returns whether one was expected."""

@@ -180,7 +180,7 @@ class Channel:
         if capturing:  # a graph cannot look at what was gathered: all ranks must have as many samples as this one
             headers = [header] * group.size
         else:
-            headers = [Header.decode(row) for row in everyone[:, :lanes].tolist()]
+            headers = [Header.decode(row) for row in group.read(everyone[:, :lanes])]
             self._check(headers)
         present = [rank for rank, said in enumerate(headers) if said.count]
         rows = everyone if len(present) == group.size else everyone[present]

@@ -154,7 +154,7 @@ class Rounds:
 
     def judged(self, told: torch.Tensor) -> tuple[Verdict, list[int]]:
         """What follows from everyone's row, and by parameter how many ranks used it."""
-        numbers = told.tolist()
+        numbers = self.group.read(told)
         length = self.group.size * ROW_LENGTH
         rows = [Row.of(numbers[at : at + ROW_LENGTH]) for at in range(0, length, ROW_LENGTH)]
         return judge(rows), numbers[length:]
