@@ -72,3 +72,13 @@ def test_set_timeout_holds_from_then_on() -> None:
         assert time.monotonic() - began < 5
     with pytest.raises(ValueError, match="positive"):
         px.set_timeout(0)
+
+
+@ranks(2)
+def test_a_module_that_lies_where_the_group_carries_nothing() -> None:
+    """As one of which `.cuda()` was forgotten, on a group of NCCL: that no peer can be reached is not what is wrong."""
+    only_cuda = dist.new_group(backend="cuda:gloo")
+    wanted = r"device type cpu: weight is on cpu, and the process group carries cuda tensors alone \(cuda: gloo\)"
+    for wrap, expected in ((px.replicate, ValueError), (px.DistributedDataParallel, RuntimeError)):
+        with pytest.raises(expected, match=wanted):
+            wrap(torch.nn.Linear(2, 2), process_group=only_cuda)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from phalanx.api.buffers import BufferPolicy, check_policy
 from phalanx.api.lowering import Lowering
 from phalanx.api.precision import Precision
 from phalanx.api.replica import Replica, named_state, replica_of, replicas, state_entries, watches
-from phalanx.comm.c10d import group_of
+from phalanx.comm.c10d import C10dGroup, group_of
 from phalanx.comm.coalesced import broadcast_coalesced
 from phalanx.comm.process_groups import own_group, release_group
 from phalanx.reducer.plan import MIB, BucketPolicy, default_policy_for
@@ -80,7 +80,7 @@ def replicate(
         raise TypeError(f"precision takes a phalanx.Precision, got {type(precision).__name__}")
     group = group_of(_resolve(process_group, device_mesh))
     ignored = frozenset(ignore)
-    problem = _problem_with(module, ignored, dist.get_process_group_ranks(group.process_group))
+    problem = _problem_with(module, ignored, group)
     if problem is None and precision is not None:
         problem = precision.problem_with(module)
     lowering = Lowering(module, precision) if precision is not None and problem is None else None
@@ -150,7 +150,7 @@ def _policy(
     return default_policy_for([part_of(parameter) for _, parameter in trained], small_bytes=first_bucket_bytes)
 
 
-def _problem_with(module: nn.Module, ignored: frozenset[str], ranks: Sequence[int]) -> Exception | None:
+def _problem_with(module: nn.Module, ignored: frozenset[str], group: C10dGroup) -> Exception | None:
     """What is wrong with the module on this rank alone, as the exception to raise."""
     every_name = {name for name, _ in module.named_parameters()} | {name for name, _ in module.named_buffers()}
     unknown = sorted(ignored - every_name)
@@ -183,7 +183,10 @@ def _problem_with(module: nn.Module, ignored: frozenset[str], ranks: Sequence[in
         return ValueError(
             f"{type(module).__name__} has no parameter that requires a gradient: there is nothing to replicate"
         )
-    return problem_with_spread(named_state(module, ignored), ranks)
+    for name, tensor in named_state(module, ignored):
+        if (missing := group.lacks_backend_for(tensor.device.type, name)) is not None:
+            return ValueError(missing)
+    return problem_with_spread(named_state(module, ignored), dist.get_process_group_ranks(group.process_group))
 
 
 def unreplicate(module: ModuleT) -> ModuleT:

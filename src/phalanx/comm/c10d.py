@@ -116,6 +116,18 @@ class C10dGroup(BoardGroup):
         """How long its collectives wait for a peer."""
         return timeout_of(self.process_group)
 
+    def lacks_backend_for(self, kind: str, held: str) -> str | None:
+        """What to say of something that lies on a kind of device for which the process group has no backend."""
+        if "" in self._backends or kind in self._backends:
+            return None
+        there = ", ".join(f"{device}: {backend}" for device, backend in self._backends.items())
+        known = " or ".join(self._backends)
+        return (
+            f"No backend type associated with device type {kind}: {held} is on {kind}, and the process group carries "
+            f"{known} tensors alone ({there}). Move the module to {known} first, or begin with phalanx.init(), whose group "
+            "carries both"
+        )
+
     def waits_on_streams(self, device: torch.device) -> bool:
         return (self._backends.get(device.type) or self._backends.get("")) in _STREAM_BACKENDS
 

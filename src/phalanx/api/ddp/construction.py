@@ -56,7 +56,7 @@ def choose_buffer_sync(broadcast_buffers: bool | None, forward_sync_buffers: boo
 
 
 def problem_with(
-    module: nn.Module, parameters: Sequence[nn.Parameter], ranks: Sequence[int], *, delayed: bool
+    module: nn.Module, parameters: Sequence[nn.Parameter], group: C10dGroup, *, delayed: bool
 ) -> Exception | None:
     """Why this module cannot be wrapped, as the error to raise. `delayed`: other parameters are reduced apart."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -81,6 +81,10 @@ def problem_with(
                 f"{name or 'the module'} is already replicated: its gradients are averaged without a wrapper. "
                 "Use phalanx.replicate or DistributedDataParallel, not both"
             )
+    for parameter in parameters:
+        if (missing := group.lacks_backend_for(parameter.device.type, names[id(parameter)])) is not None:
+            return RuntimeError(missing)
+    ranks = dist.get_process_group_ranks(group.process_group)
     return problem_with_spread([(names[id(parameter)], parameter) for parameter in parameters], ranks)
 
 

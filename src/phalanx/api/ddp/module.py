@@ -169,7 +169,7 @@ class DistributedDataParallel(BufferSync, CommHooks, DelayedParameters, Joining,
         problem = problem or problem_with(
             module,
             self._module_parameters,
-            dist.get_process_group_ranks(self.process_group),
+            self._group(),
             delayed=bool(self._delay_all_reduce_params),
         )
         parameters = self._module_parameters or self._delay_all_reduce_params
