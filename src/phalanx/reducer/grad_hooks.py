@@ -11,7 +11,8 @@ pass and the hook on the outer node nothing is queued. If the outer pass raises 
 freed, when an optimizer steps, or by the next pass, which is not nested as deep.
 
 On a GPU backward runs in a thread of the engine's, and it may be that thread which drops the callback, a moment after the
-exception has come to whoever called backward. `await_broken` waits for it, before ranks do something else together.
+exception has come to whoever called backward. `await_broken` waits for it, before ranks do something else together. A pass
+that went well it may hold for a moment longer, too, and with it our callback: `_await_engine` waits for that at exit.
 
 A pass of compiled autograd is one function, which calls the hooks. The engine then drops its callbacks uncalled in any
 case; the compose layer says that the function has come to its end (`compiled_pass_ended`), before they are dropped.
@@ -19,11 +20,13 @@ case; the compose layer says that the function has come to its end (`compiled_pa
 
 from __future__ import annotations
 
+import atexit
 import operator
 import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sized
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -54,6 +57,7 @@ class Compiler:
 
 compiler = Compiler(in_pass=lambda: False, prepare=lambda parameter, hook: None)
 BROKEN_WITHIN_S = 5.0  # what it waits for is under way; only somebody who holds on to the graph can keep it for longer
+ENDS_WITHIN_S = 0.5
 PAUSE_S = 0.0002
 compiled_pass_open = False
 """Whether somebody waits for the end of a pass of compiled autograd."""
@@ -197,7 +201,21 @@ def _is_any_running() -> bool:
 
 
 def _queue(callback: Callable[[], None]) -> None:
+    _in_engine.append(weakref.ref(callback))
     Variable._execution_engine.queue_callback(callback)
+
+
+_in_engine: deque[weakref.ref[Callable[[], None]]] = deque(maxlen=16)  # of the last pass or two
+
+
+def _await_engine() -> None:
+    """At exit: a thread of the engine's that wants to let go of Python's objects while Python ends aborts the process."""
+    until = time.monotonic() + ENDS_WITHIN_S
+    while any(callback() is not None for callback in _in_engine) and time.monotonic() < until:
+        time.sleep(PAUSE_S)
+
+
+atexit.register(_await_engine)
 
 
 def _await_compiled(end: _End) -> None:
