@@ -49,7 +49,7 @@ test-frameworks: $(FRAMEWORKS)/.ready
 # Those for a GPU, where there is none: torch's CUDA build on a stand-in for CUDA (tests/gpu/stand_in/README.md).
 $(STAND_IN)/.ready:
 	test -x $(STAND_IN)/bin/python || $(PYTHON) -m venv $(STAND_IN)
-	$(STAND_IN)/bin/python -m pip install --quiet "torch==2.11.0" "nvidia-cuda-crt<14" numpy expecttest pytest
+	$(STAND_IN)/bin/python -m pip install --quiet "torch==2.11.0" "nvidia-cuda-crt<14" numpy expecttest pytest pytest-timeout hypothesis
 	touch $@
 
 test-stand-in: $(STAND_IN)/.ready

@@ -3,6 +3,7 @@
     python tests/gpu/stand_in/run.py benchmarks/gpu_step.py --models gpt --without-memory
     python tests/gpu/stand_in/run.py --values tests/gpu/run_all.py
     python tests/gpu/stand_in/run.py --values --races tests/gpu/test_streams.py
+    python tests/gpu/stand_in/run.py --values --devices 4 --ranks-on-nccl -- -m pytest tests/ranks/test_ddp_no_sync.py
 
 What it is for, and what it cannot show: README.md beside this file. It wants a Python with torch's CUDA build (13.x) and
 the package nvidia-cuda-crt, and gcc; `make test-stand-in` sets that Python up.
@@ -54,9 +55,11 @@ def main() -> None:
     )
     parser.add_argument("--races", action="store_true", help="with torch's sanitizer, which looks for unjoined streams")
     parser.add_argument("--devices", type=int, default=1, help="how many GPUs there seem to be")
-    parser.add_argument("program", nargs=argparse.REMAINDER, help="a script and its arguments")
+    parser.add_argument("--ranks-on-nccl", action="store_true", help="tests written for ranks on the CPU run on NCCL")
+    parser.add_argument("program", nargs=argparse.REMAINDER, help="a script and its arguments; behind --, Python's own")
     arguments = parser.parse_args()
-    if not arguments.program:
+    program = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
+    if not program:
         parser.error("which program?")
     with tempfile.TemporaryDirectory() as folder:
         library = built(Path(folder))
@@ -73,7 +76,9 @@ def main() -> None:
             environment["STAND_IN_VALUES"] = "1"
         if arguments.races:
             environment["TORCH_CUDA_SANITIZER"] = "1"
-        raise SystemExit(subprocess.run([sys.executable, *arguments.program], env=environment).returncode)
+        if arguments.ranks_on_nccl:
+            environment["STAND_IN_RANKS_ON_NCCL"] = "1"
+        raise SystemExit(subprocess.run([sys.executable, *program], env=environment).returncode)
 
 
 if __name__ == "__main__":
