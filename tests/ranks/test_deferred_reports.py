@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
+import threading
+import time
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -29,7 +32,7 @@ from torch import nn
 import phalanx as px
 from phalanx.api.replica import replica_of
 from phalanx.comm.c10d import C10dGroup
-from phalanx.errors import PeerFailedError, PhalanxError, ReducerStateError
+from phalanx.errors import PeerFailedError, PeerLostError, PhalanxError, ReducerStateError
 from phalanx.testing import run_ranks
 
 everywhere = pytest.mark.parametrize("where", ["gloo 2", "gloo 3", "phalanx 2", "phalanx 3"])
@@ -321,3 +324,73 @@ def test_what_was_said_of_the_last_step_is_logged(where: str) -> None:
 @everywhere
 def test_one_gives_a_weight_and_buffers_travel(where: str) -> None:
     in_ranks(where, functools.partial(weight_on_one, with_buffer))
+
+
+# -- a device that waits in vain ---------------------------------------------------------------------------------------
+
+
+def left_alone(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    """The last rank goes when the others have queued a step that it has no part in: here their copy of the report is late."""
+    C10dGroup.waits_on_streams = lambda self, device: True  # type: ignore[method-assign]
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    model = wrap(mlp())
+    for step in range(5):
+        plain_loss(model, rank, step).backward()
+    dist.barrier()
+    if rank == last:
+        os._exit(3)
+    reducer = getattr(model, "_engine", None) or replica_of(model).reducer
+    reducer._reports.queued._last.clear()
+    group, until = reducer.group, time.monotonic() + 15
+    while not group.is_given_up and time.monotonic() < until:
+        time.sleep(0.01)  # within CUDA, on a GPU
+    assert group.is_given_up
+    for _ in range(2):
+        with pytest.raises(PeerLostError, match=f"rank {last} died") as caught:
+            plain_loss(model, rank, 5).backward()
+        assert "Go back to a checkpoint" in " ".join(caught.value.__notes__)
+    with pytest.raises(PeerLostError):
+        group.all_reduce(torch.ones(1))
+
+
+@everywhere
+@pytest.mark.parametrize("wrap", [px.replicate, px.DistributedDataParallel])
+def test_a_rank_is_gone_while_the_device_waits_for_it(where: str, wrap: Callable[[nn.Module], nn.Module]) -> None:
+    backend, size = where.split()
+    world_size = int(size)
+    gone = {world_size - 1: 3}
+    run_ranks(
+        left_alone,
+        world_size,
+        wrap,
+        backend=backend,
+        expect_exit=gone,
+        allow_leaks="a rank leaves its group",
+        timeout_s=40,
+    )
+
+
+def lets_go(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    """A closed group is not looked after any more: the harness says if the thread stays."""
+    C10dGroup.waits_on_streams = lambda self, device: True  # type: ignore[method-assign]
+    model = wrap(mlp())
+    for step in range(5):
+        plain_loss(model, dist.get_rank(), step).backward()
+    assert "phalanx-lookout" in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.parametrize("wrap", [px.replicate, px.DistributedDataParallel])
+def test_a_group_that_is_closed_leaves_no_thread(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    run_ranks(lets_go, 2, wrap, backend="gloo", timeout_s=30)
+
+
+def alone() -> None:
+    C10dGroup.waits_on_streams = lambda self, device: True  # type: ignore[method-assign]
+    model = px.replicate(mlp())
+    for step in range(3):
+        plain_loss(model, 0, step).backward()
+    assert "phalanx-lookout" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_rank_that_has_no_others_looks_at_none() -> None:
+    run_ranks(alone, 1, backend="gloo", timeout_s=30)

@@ -6,12 +6,13 @@ They do so over a board, which needs no tensor and no order: a rank that waits i
 from __future__ import annotations
 
 import base64
+import copy
 import itertools
 import json
 import logging
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from phalanx.comm.board import Board, Poll
@@ -26,6 +27,10 @@ from phalanx.errors import (
 )
 
 logger = logging.getLogger(__name__)
+_GIVEN_UP = (
+    "This was found while the device waited for that rank, and the group's communicator was aborted so that it goes on: "
+    "gradients of that step are no averages here, and an optimizer may have used them. Go back to a checkpoint, or stop"
+)
 _GUESSES = "killed, out of memory, or at its end after fewer steps?"
 # A rank that dies takes its connections with it before its farewell can be read: how long survivors look for the cause.
 CAUSE_WITHIN_S = 0.6
@@ -58,6 +63,7 @@ class BoardGroup(Group):
         self._exchanges = ledger.turns
         self._serials = ledger.serials
         self._aborted: str | None = None
+        self._given_up_for: PhalanxError | None = None
         self._dead_since: dict[int, float] = {}
 
     def next_serial(self) -> int:
@@ -136,9 +142,8 @@ class BoardGroup(Group):
             poll.pause()
         return None
 
-    def check_notices(self) -> None:
-        """Raise what the board says of this group or of what this rank is at."""
-        self._check_alive()
+    def check_notices(self, also: Collection[str] = ()) -> None:
+        self.check_alive()
         if self.board is None:
             return
         try:
@@ -157,7 +162,7 @@ class BoardGroup(Group):
                 continue
             if notice.kind == "aborted":
                 self._aborted = notice.reason
-                self._check_alive()
+                self.check_alive()
             elif notice.kind == "left":
                 raise PeerLostError(
                     f"rank {notice.rank} left: {notice.reason}",
@@ -165,7 +170,7 @@ class BoardGroup(Group):
                     rank=self.rank,
                     group=self.name,
                 )
-            elif not notice.topic or self.is_at(notice.topic):
+            elif not notice.topic or notice.topic in also or self.is_at(notice.topic):
                 raise PeerFailedError(
                     f"rank {notice.rank} failed: {notice.reason}",
                     failed_ranks=(notice.rank,),
@@ -216,7 +221,18 @@ class BoardGroup(Group):
             message = f"{what} failed: {text}"
         return PeerLostError(message, lost_ranks=dead, rank=self.rank, group=self.name)
 
-    def _check_alive(self) -> None:
+    def is_beyond_doubt(self, error: PhalanxError) -> bool:
+        """Whether nothing can come any more from the ranks that are the cause: processes of this host that are gone."""
+        if isinstance(error, GroupAbortedError):
+            return True
+        ranks = getattr(error, "lost_ranks", ()) or getattr(error, "failed_ranks", ())
+        return bool(ranks) and self.board is not None and set(ranks) <= set(self.board.dead_ranks())
+
+    def check_alive(self) -> None:
+        if self._given_up_for is not None:
+            error = copy.copy(self._given_up_for)
+            error.add_note(_GIVEN_UP)
+            raise error
         if self._aborted is not None:
             raise GroupAbortedError(f"the group was aborted: {self._aborted}", rank=self.rank, group=self.name)
 

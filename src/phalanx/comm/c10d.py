@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -10,14 +12,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
+from phalanx.comm import lookout
 from phalanx.comm.board import Board
 from phalanx.comm.board_group import BoardGroup, Ledger
 from phalanx.comm.device_wait import await_stream
 from phalanx.comm.farewell import say_farewell_on
-from phalanx.comm.group import DoneWork, ReduceKind, Work
+from phalanx.comm.group import DoneWork, Queued, ReduceKind, Work
 from phalanx.comm.process_groups import backends_of, store_of, timeout_of
-from phalanx.errors import CollectiveTimeoutError
+from phalanx.errors import CollectiveTimeoutError, PhalanxError
+
+logger = logging.getLogger(__name__)
 
 # How long a wait goes on before it looks at the board, and again. A collective that ends wakes the waiter at once.
 LOOK_EVERY_S = 0.2
@@ -56,11 +62,14 @@ def group_of(process_group: dist.ProcessGroup) -> C10dGroup:
 
 
 class _C10dWork(Work):
-    def __init__(self, group: C10dGroup, work: Any, what: str, on_stream: bool) -> None:
+    def __init__(
+        self, group: C10dGroup, work: Any, what: str, on_stream: bool, *, marks: torch.device | None = None
+    ) -> None:
         self._group = group
         self._work = work
         self._what = what
         self._on_stream = on_stream
+        self._marks = marks
 
     def done(self) -> bool:
         return bool(self._work.is_completed())
@@ -68,6 +77,8 @@ class _C10dWork(Work):
     def wait(self, timeout_s: float | None = None) -> None:
         if self._on_stream:
             self._work.wait()
+            if self._marks is not None:
+                self._group._mark(self._marks)
             return
         began = time.monotonic()
         while True:
@@ -110,6 +121,8 @@ class C10dGroup(BoardGroup):
         self.averages = set(self._backends.values()) <= _AVERAGING_BACKENDS
         self._sums = {kind: _all_reduce_options(op) for kind, op in _OPS.items()}
         self._has_aborted = False  # this rank, and not another
+        self._queued: tuple[weakref.ref[Queued], ...] = ()  # another each time: another thread reads it
+        self._marks: dict[torch.device, lookout.OwnMark] = {}
 
     @property
     def timeout_s(self) -> float:  # type: ignore[override]  # asked anew each time: `phalanx.set_timeout` may change it
@@ -132,9 +145,61 @@ class C10dGroup(BoardGroup):
         return (self._backends.get(device.type) or self._backends.get("")) in _STREAM_BACKENDS
 
     def read(self, tensor: torch.Tensor) -> list[Any]:
-        if self.size > 1 and tensor.is_cuda and self.waits_on_streams(tensor.device):
-            await_stream(tensor.device, self.check_notices)
+        if tensor.is_cuda:
+            self.await_device(tensor.device)
         return super().read(tensor)
+
+    # -- a device that waits in vain -------------------------------------------------------------------------------
+
+    def await_device(self, device: torch.device) -> None:
+        if self.size == 1 or device.type != "cuda" or not self.waits_on_streams(device):
+            super().await_device(device)
+            return
+        self._mark(device)  # if this raises, the device still waits, and whoever waits for it next
+        await_stream(device, self.check_notices)
+        self.check_alive()
+
+    def _mark(self, device: torch.device) -> None:
+        """Have somebody look whether the device comes to the end of what is queued on its current stream."""
+        if device.type != "cuda":
+            return
+        mark = self._marks.get(device)
+        if mark is None:
+            mark = self._marks[device] = lookout.OwnMark(device)
+            self.watch(mark)
+        mark.queue()
+
+    def watch(self, queued: Queued) -> None:
+        if self.size > 1:
+            self._queued = (*(ref for ref in self._queued if ref() not in (None, queued)), weakref.ref(queued))
+            lookout.watch(self)
+
+    def unwatch(self, queued: Queued) -> None:
+        self._queued = tuple(ref for ref in self._queued if ref() not in (None, queued))
+
+    def queued(self) -> list[Queued]:
+        return [queued for ref in self._queued if (queued := ref()) is not None]
+
+    @property
+    def is_given_up(self) -> bool:
+        return self._has_aborted
+
+    @property
+    def is_closed(self) -> bool:
+        return self.process_group not in distributed_c10d._world.pg_map
+
+    def give_up(self, cause: PhalanxError) -> None:
+        """Abort the communicator of this rank, which waits in vain. Others find out by themselves, or are not concerned."""
+        self._given_up_for = copy.copy(cause).with_traceback(None)
+        self._aborted = str(cause)
+        self._has_aborted = True
+        logger.error("rank %d: what is queued on the device waits in vain, and is broken off: %s", self.rank, cause)
+        try:
+            self.process_group._get_backend(torch.device("cuda")).abort()
+        except RuntimeError as error:
+            logger.warning("rank %d could not abort the communicator of group %s: %s", self.rank, self.name, error)
+
+    # -- leaving -----------------------------------------------------------------------------------------------------
 
     def abort(self, reason: str) -> None:
         if self._has_aborted:
@@ -155,7 +220,7 @@ class C10dGroup(BoardGroup):
 
     def all_reduce(self, tensor: torch.Tensor, kind: ReduceKind = "sum") -> Work:
         if self._aborted is not None:
-            self._check_alive()
+            self.check_alive()
         if tensor.is_complex():
             tensor = torch.view_as_real(tensor)
         try:  # as `_started`, without its calls: this runs once per bucket, beside a backward pass
@@ -165,7 +230,7 @@ class C10dGroup(BoardGroup):
         return _C10dWork(self, work, "all_reduce", self.waits_on_streams(tensor.device))
 
     def all_reduce_sparse(self, tensor: torch.Tensor) -> tuple[Work, Callable[[], torch.Tensor]]:
-        self._check_alive()
+        self.check_alive()
         mine = tensor.coalesce()
         if self.size == 1:
             return DoneWork(), lambda: mine
@@ -176,20 +241,21 @@ class C10dGroup(BoardGroup):
         return DoneWork(), lambda: total
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
-        self._check_alive()
+        self.check_alive()
         self.await_broken_passes()
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
         whole = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        return self._started(lambda: self.process_group.broadcast([whole], options), "broadcast", whole)
+        # Buffers of a forward pass, say: the next thing that a script does may be to read its loss.
+        return self._started(lambda: self.process_group.broadcast([whole], options), "broadcast", whole, marks=True)
 
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Work:
-        self._check_alive()
+        self.check_alive()
         self.await_broken_passes()
         return self._started(lambda: self.process_group.allgather([list(outputs)], [tensor]), "all_gather", tensor)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        self._check_alive()
+        self.check_alive()
         own = getattr(self.process_group, "allocate", None)
         if own is not None and device.type == "cpu" and self.size > 1:
             try:
@@ -205,11 +271,15 @@ class C10dGroup(BoardGroup):
         if own is not None and tensor.device.type == "cpu" and self.size > 1:
             own(tensor)
 
-    def _started(self, start: Callable[[], Any], what: str, tensor: torch.Tensor) -> Work:
+    def _started(self, start: Callable[[], Any], what: str, tensor: torch.Tensor, *, marks: bool = False) -> Work:
+        on_stream = self.waits_on_streams(tensor.device)
         try:
-            return _C10dWork(self, start(), what, self.waits_on_streams(tensor.device))
+            work = start()
         except RuntimeError as error:
             raise self.explain(error, what) from error
+        return _C10dWork(
+            self, work, what, on_stream, marks=tensor.device if marks and on_stream and self.size > 1 else None
+        )
 
     def _backend_for(self, tensor: torch.Tensor) -> str:
         return self._backends.get(tensor.device.type) or self._backends.get("", "unknown")

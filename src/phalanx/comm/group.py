@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -95,6 +95,17 @@ class Passes(Protocol):
         """Outside of any pass: return when what one that broke off has to send was sent."""
 
 
+class Queued(Protocol):
+    """What this rank has queued on a device, and needs its peers for."""
+
+    @property
+    def queued_topics(self) -> Iterable[str]:
+        """As what its peers may have said that they fail in it."""
+
+    def is_over(self) -> bool:
+        """Asked by another thread, at any time: whether the device has come to its end."""
+
+
 class Group(ABC):
     """Ranks that communicate. All collectives must be called by every rank of the group, in the same order."""
 
@@ -127,6 +138,19 @@ class Group(ABC):
         """
         numbers: list[Any] = tensor.tolist()
         return numbers
+
+    def await_device(self, device: torch.device) -> None:
+        """Return when a device has come to the end of its current stream; raise if the works in it will never be over."""
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+
+    def watch(self, queued: Queued) -> None:
+        """From now on, weakly: if this is not over, and some rank has said or shown that it never will be, have the device
+        go on without. The host may be waiting for it."""
+        return None
+
+    def unwatch(self, queued: Queued) -> None:
+        return None
 
     @abstractmethod
     def next_serial(self) -> int:
@@ -169,8 +193,13 @@ class Group(ABC):
         """What `rank` posted as the cause of its failure in `topic`, if it did."""
 
     @abstractmethod
-    def check_notices(self) -> None:
-        """Raise what others have said of this group or of what this rank is at, or that one of them is gone."""
+    def check_notices(self, also: Collection[str] = ()) -> None:
+        """Raise what others have said of this group, of what this rank is at or of topics that it was at before, or that
+        one of them is gone."""
+
+    @abstractmethod
+    def check_alive(self) -> None:
+        """Raise why the group is of no use any more, if it is. Costs nothing."""
 
     @abstractmethod
     def abort(self, reason: str) -> None:

@@ -43,6 +43,7 @@ class Reducer(Steps):
         self._standing.begin_anew(group)
         self.planner.let_go()
         self.group.passes.discard(self._passes)
+        self.group.unwatch(self)
         self.group = self.planner.group = group
         self._carrier.use(group)
         group.passes.add(self._passes)

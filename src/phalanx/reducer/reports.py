@@ -22,6 +22,9 @@ class Reports:
         """Whether this rank has nothing to tell of this step but that all went well."""
         self.awaited: DeferredReport | None = None
         """Of the last step, where it is still to be read."""
+        self.queued: DeferredReport | None = None
+        """The same, also when it is read or given up."""
+        self._fetches: bool | None = None  # whether it is to be read late, and then whether it is an average
         self._hindsight: PhalanxError | None = None
 
     def say(
@@ -51,7 +54,7 @@ class Reports:
 
     def read(self, layout: Layout, *, communicates: bool, averaged: bool, now: bool, by: Group) -> Report:
         """What all ranks have to say of this step; or what this rank expects them to, where reading can wait."""
-        said = self._said
+        said, self._fetches = self._said, None
         if not communicates:
             return said
         if now or layout.deferred is None:
@@ -60,13 +63,20 @@ class Reports:
                 return control.nothing
             report = control.read(by.read(tensor), averaged=averaged)
             return report if layout.deferred is None else report.without(Flag.EVALUATING)
-        if not is_capturing(layout.control_tensor.device):
-            layout.deferred.start(layout.control_tensor, averaged=averaged)
-            self.awaited = layout.deferred
+        self._fetches = averaged
         # Whether the others' modules train is not known here: then buffers are synchronised in any case, alike on all.
         return layout.control.expected(said.flags[0] & ~Flag.EVALUATING)
 
-    def read_awaited(self, layout: Layout, look: Callable[[], None], *, rank: int, step: int) -> Report | None:
+    def fetch(self, layout: Layout) -> None:
+        """Behind all that this step queues: what is read late is on its way from now on."""
+        averaged, self._fetches = self._fetches, None
+        if averaged is not None and layout.deferred is not None and not is_capturing(layout.control_tensor.device):
+            layout.deferred.start(layout.control_tensor, averaged=averaged)
+            self.awaited = self.queued = layout.deferred
+
+    def read_awaited(
+        self, layout: Layout, wait: Callable[[DeferredReport], None], *, rank: int, step: int
+    ) -> Report | None:
         """Before a step sends anything: what the others had to say of the last one, where this rank has gone on.
 
         Returns the report where all ranks must act on it. An error in it is kept, and raised when this step is over:
@@ -76,7 +86,8 @@ class Reports:
         if self.awaited is None or is_capturing(layout.control_tensor.device):
             return None
         awaited, self.awaited = self.awaited, None
-        report = awaited.read(look)
+        wait(awaited)
+        report = awaited.read()
         if report is None:
             return None
         failed = report.ranks_with(Flag.FAILED)
@@ -100,4 +111,4 @@ class Reports:
 
     def forget(self) -> None:
         """Another group: what the old one's ranks had to say may never be there to read."""
-        self.awaited = self._hindsight = None
+        self.awaited = self.queued = self._fetches = self._hindsight = None

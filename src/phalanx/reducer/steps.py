@@ -133,6 +133,8 @@ class Steps(Telling):
         self.slots, self.buckets = self.layout.slots, self.layout.buckets
         self.stats.num_plans += 1
         self.arrivals.lay_out()
+        if self.layout.on_streams:
+            self.group.watch(self)
         self._spans = StepSpans(self.name, self.buckets)
         if events.listeners:
             events.emit(events.BucketsPlanned(self.name, self.step, reason, len(self.buckets)))
@@ -206,10 +208,8 @@ class Steps(Telling):
     def _settle_standing(self) -> None:
         self._standing.settle(self.step)
         device = self.layout.control_tensor.device
-        if device.type == "cuda" and not is_capturing(device):
-            torch.cuda.synchronize(
-                device
-            )  # this stream alone waits for what a broken-off step has sent; others fill buckets, too
+        if not is_capturing(device):  # this stream waits for what a broken-off step has sent; others fill buckets, too
+            self.group.await_device(device)
 
     def _end_of_backward(self) -> None:
         """The root pass is over."""
@@ -260,6 +260,7 @@ class Steps(Telling):
                 if at_once:
                     self.on_change(report)
                 self.behind_step(report)
+                self._reports.fetch(self.layout)
                 for action in self.on_report:
                     action(report)
                 if changed and not at_once:  # others read of it in the next step, when they have done all this

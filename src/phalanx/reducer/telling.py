@@ -9,9 +9,10 @@ import logging
 from collections.abc import Callable
 from typing import NoReturn
 
-from phalanx.errors import PhalanxError, ReducerStateError
+from phalanx.errors import PeerFailedError, PhalanxError, ReducerStateError
 from phalanx.reducer import refusals
 from phalanx.reducer.breaking_off import BreakingOff
+from phalanx.reducer.deferred import DeferredReport
 from phalanx.reducer.intake import Intake
 from phalanx.reducer.layout import Layout
 from phalanx.reducer.reports import Reports
@@ -91,9 +92,12 @@ class Telling(BreakingOff):
     def _hear_of_last_step(self) -> None:
         """What the others had to say of it, where this rank has gone on. A change of theirs is followed here."""
         try:
-            report = self._reports.read_awaited(self.layout, self._look_around, rank=self.rank, step=self.step)
+            report = self._reports.read_awaited(self.layout, self._await, rank=self.rank, step=self.step)
         except PhalanxError as error:  # it will never be read: a rank is gone, or left that step open
-            self._break(error)
+            if self._carrier.hook is not None and isinstance(error, PeerFailedError):
+                self._standing.part("waited")
+            else:
+                self._break(error)
             raise
         if report is None:
             return
@@ -106,16 +110,22 @@ class Telling(BreakingOff):
     def hear_the_last(self) -> None:
         """No step comes after the last: what the others had to say of it is read now, and logged. Not collective."""
         try:
-            self._reports.read_awaited(self.layout, self._look_around, rank=self.rank, step=self.step)
+            self._reports.read_awaited(self.layout, self._await, rank=self.rank, step=self.step)
             self._reports.raise_hindsight()
         except PhalanxError as error:
             logger.error("rank %d, after its last step: %s", self.group.rank, error)
 
-    def _look_around(self) -> None:
-        """While the last step's report is waited for: raise why it may never come."""
-        last = self.topic_of(self.step - 1)
-        self.group.topics.add(last)
-        try:
-            self.group.check_notices()
-        finally:
-            self.group.topics.discard(last)
+    def _await(self, report: DeferredReport) -> None:
+        """Return when the last step's report is there, or raise why it never will be."""
+        report.wait(lambda: self.group.check_notices(also=(self.topic_of(self.step - 1),)))
+        self.group.check_alive()  # if it was given up, that is why the device came to its end
+
+    @property
+    def queued_topics(self) -> tuple[str, ...]:
+        """The step that the device is in: the one under way on the host, or the one before."""
+        return *self.topics, self.topic_of(self.step - 1)
+
+    def is_over(self) -> bool:
+        """Whether the device has come to the end of the last step, as far as it was queued without waiting for it."""
+        queued = self._reports.queued
+        return queued is None or queued.is_over()

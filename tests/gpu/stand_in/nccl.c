@@ -2,7 +2,8 @@
 
    A collective is over when the call returns, so a rank waits within it for the others: on the host, where on a GPU its
    stream would. What ranks ask for is compared, and an error where they ask for different things; NCCL would wait for
-   ever, or mix up what they send. A rank that is gone, or has aborted, is an error too. */
+   ever, or mix up what they send. For a rank that is gone, or that does not come within STAND_IN_PATIENCE_S, the host no
+   longer waits but the device does, as on a GPU: for ever, or until the communicator is aborted. */
 #define _GNU_SOURCE
 #include "stand_in.h"
 
@@ -26,6 +27,7 @@
 #define MOST_RANKS 16
 #define CHUNK (1ul << 20) /* bytes that a rank shows at a time */
 #define MOST_SCALED 64
+#define STUCK 1000 /* in place of an ncclResult_t: the call goes well, and the device waits for ever */
 
 typedef struct {
     _Atomic int pid;       /* zero until it has come */
@@ -51,7 +53,7 @@ struct ncclComm {
     uint64_t num_meetings;
     Room *room;
     _Atomic int aborted;
-    _Atomic int broken; /* an ncclResult_t */
+    _Atomic int broken; /* an ncclResult_t, or STUCK */
     double factors[MOST_SCALED];
     int num_factors;
 };
@@ -69,36 +71,61 @@ static ncclResult_t look_around(ncclComm_t comm) {
     return ncclSuccess;
 }
 
+static double seconds(void) {
+    struct timespec at;
+    clock_gettime(CLOCK_MONOTONIC, &at);
+    return at.tv_sec + at.tv_nsec * 1e-9;
+}
+
+static double patience(void) {
+    const char *given = getenv("STAND_IN_PATIENCE_S");
+    return given ? atof(given) : 600;
+}
+
+/* The others will not come, or not any more. */
+static int without_them(ncclComm_t comm, ncclResult_t why) {
+    if (comm->broken)
+        return comm->broken;
+    if (!comm->aborted) {
+        stand_in_sticks(1);
+        return comm->broken = STUCK;
+    }
+    return comm->broken = why;
+}
+
 /* Waits until a condition holds, or says why it never will. */
 #define AWAIT(comm, condition)                                                                                         \
+    double until = 0;                                                                                                  \
     for (long looks = 0; !(condition); looks++) {                                                                      \
         if (looks < 200) {                                                                                             \
             sched_yield();                                                                                             \
             continue;                                                                                                  \
         }                                                                                                              \
+        until = until ? until : seconds() + patience();                                                                \
         nanosleep(&(struct timespec){0, 50000}, 0);                                                                    \
         ncclResult_t why = looks % 100 ? ncclSuccess : look_around(comm);                                              \
-        if (why && !(condition))                                                                                       \
-            return comm->broken = why;                                                                                 \
+        if ((why || seconds() > until) && !(condition))                                                                \
+            return without_them(comm, why);                                                                            \
     }
 
 #define CALL(what)                                                                                                     \
     do {                                                                                                               \
-        ncclResult_t found = (what);                                                                                   \
+        int found = (what);                                                                                   \
         if (found)                                                                                                     \
             return found;                                                                                              \
     } while (0)
 
-static ncclResult_t meet(ncclComm_t comm) {
+static int meet(ncclComm_t comm) {
     uint64_t now = ++comm->num_meetings;
     comm->room->seats[comm->rank].came = now;
-    for (int rank = 0; rank < comm->size; rank++)
+    for (int rank = 0; rank < comm->size; rank++) {
         AWAIT(comm, comm->room->seats[rank].came >= now);
+    }
     return ncclSuccess;
 }
 
 /* All ranks say what they call, and see what the others do. */
-static ncclResult_t agree(ncclComm_t comm, const char *asks) {
+static int agree(ncclComm_t comm, const char *asks) {
     Seat *seats = comm->room->seats;
     int turn = comm->num_meetings % 2; /* who reads this one is at most a meeting behind */
     strncpy(seats[comm->rank].asks[turn], asks, sizeof seats->asks[turn] - 1);
@@ -205,7 +232,7 @@ typedef struct {
 } Call;
 
 /* One part of what every rank has for rank `to_rank` (or for all): shown, met over, and read by those it is for. */
-static ncclResult_t pass_on(Call *call, const char *from, int shows, int reads, int reduces) {
+static int pass_on(Call *call, const char *from, int shows, int reads, int reduces) {
     ncclComm_t comm = call->comm;
     size_t bytes = call->n * lengths[call->dtype];
     for (size_t at = 0; at < bytes; at += CHUNK) {
@@ -225,7 +252,7 @@ static ncclResult_t pass_on(Call *call, const char *from, int shows, int reads, 
     return ncclSuccess;
 }
 
-static ncclResult_t take_part(Call *call) {
+static int take_part(Call *call) {
     ncclComm_t comm = call->comm;
     size_t bytes = call->n * lengths[call->dtype];
     int is_root = comm->rank == call->root;
@@ -280,7 +307,8 @@ static int move_on(Call *call) {
 }
 
 /* Messages of a group go beside each other; those between the same two in the same direction one after the other. */
-static ncclResult_t deliver(Call *calls, int num) {
+static int deliver(Call *calls, int num) {
+    double until = seconds() + patience();
     for (int left = 1; left;) {
         int moved = 0;
         left = 0;
@@ -296,10 +324,11 @@ static ncclResult_t deliver(Call *calls, int num) {
             if (!blocked)
                 moved |= move_on(&calls[i]);
         }
+        until = moved ? seconds() + patience() : until;
         if (left && !moved) {
             ncclResult_t why = look_around(calls[0].comm);
-            if (why)
-                return calls[0].comm->broken = why;
+            if (why || seconds() > until)
+                return without_them(calls[0].comm, why);
             nanosleep(&(struct timespec){0, 50000}, 0);
         }
     }
@@ -319,8 +348,7 @@ ncclResult_t ncclGroupStart(void) {
 ncclResult_t ncclGroupEnd(void) {
     if (--depth)
         return ncclSuccess;
-    ncclResult_t found = ncclSuccess;
-    int num = num_queued, num_messages = 0;
+    int found = ncclSuccess, num = num_queued, num_messages = 0;
     Call *messages = malloc((num + 1) * sizeof(Call));
     num_queued = 0;
     for (int i = 0; i < num; i++)
@@ -331,7 +359,7 @@ ncclResult_t ncclGroupEnd(void) {
     if (num_messages && !found)
         found = deliver(messages, num_messages);
     free(messages);
-    return found;
+    return found == STUCK ? ncclSuccess : found;
 }
 
 ncclResult_t ncclGroupSimulateEnd(ncclSimInfo_t *info) { return ncclGroupEnd(); }
@@ -389,7 +417,7 @@ static Key new_room(void) {
     return (Key){getpid(), descriptor};
 }
 
-static ncclResult_t enter(ncclComm_t *made, int rank, int size, Key key) {
+static int enter(ncclComm_t *made, int rank, int size, Key key) {
     char path[64];
     snprintf(path, sizeof path, "/proc/%d/fd/%d", key.pid, key.descriptor);
     int descriptor = open(path, O_RDWR | O_CLOEXEC);
@@ -402,8 +430,9 @@ static ncclResult_t enter(ncclComm_t *made, int rank, int size, Key key) {
     ncclComm_t comm = *made = calloc(1, sizeof *comm);
     *comm = (struct ncclComm){.rank = rank, .size = size, .room = room};
     room->seats[rank].pid = getpid();
-    for (int other = 0; other < size; other++)
+    for (int other = 0; other < size; other++) {
         AWAIT(comm, room->seats[other].pid);
+    }
     if (rank == 0 && key.pid == getpid())
         close(key.descriptor); /* all have come */
     return ncclSuccess;
@@ -418,7 +447,8 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId *id) {
 ncclResult_t ncclCommInitRank(ncclComm_t *made, int size, ncclUniqueId id, int rank) {
     Key key;
     memcpy(&key, &id, sizeof key);
-    return enter(made, rank, size, key);
+    int found = enter(made, rank, size, key);
+    return found == STUCK ? ncclRemoteError : found;
 }
 ncclResult_t ncclCommInitRankConfig(ncclComm_t *made, int size, ncclUniqueId id, int rank, ncclConfig_t *how) {
     return ncclCommInitRank(made, size, id, rank);
@@ -436,7 +466,8 @@ typedef struct {
 ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t *made, ncclConfig_t *how) {
     Wish wishes[MOST_RANKS], mine = {color, key, new_room()};
     Call gather = {ALL_GATHER, (char *)&mine, (char *)wishes, sizeof mine, ncclInt8, 0, 0, comm};
-    CALL(take_part(&gather));
+    if (take_part(&gather))
+        return ncclRemoteError;
     int rank = 0, size = 0, first = comm->rank;
     for (int other = 0; other < comm->size; other++) {
         if (wishes[other].color != color)
@@ -451,7 +482,8 @@ ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t *made
     *made = 0;
     if (color != NCCL_SPLIT_NOCOLOR)
         CALL(enter(made, rank, size, wishes[first].room));
-    CALL(meet(comm)); /* nobody needs the other rooms any more */
+    if (meet(comm)) /* nobody needs the other rooms any more */
+        return ncclRemoteError;
     if (first != comm->rank || color == NCCL_SPLIT_NOCOLOR)
         close(mine.room.descriptor);
     return ncclSuccess;
@@ -465,6 +497,10 @@ ncclResult_t ncclCommAbort(ncclComm_t comm) {
     if (!comm) /* torch aborts again what it has let go of */
         return ncclSuccess;
     comm->aborted = 1;
+    if (comm->broken == STUCK) {
+        comm->broken = ncclInternalError;
+        stand_in_sticks(-1);
+    }
     return leave(comm);
 }
 ncclResult_t ncclCommDestroy(ncclComm_t comm) { return leave(comm); }
@@ -478,7 +514,7 @@ ncclResult_t ncclCommUserRank(const ncclComm_t comm, int *rank) {
     return ncclSuccess;
 }
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *error) {
-    *error = comm->broken;
+    *error = comm->broken == STUCK ? ncclSuccess : comm->broken;
     return ncclSuccess;
 }
 const char *ncclGetErrorString(ncclResult_t error) {

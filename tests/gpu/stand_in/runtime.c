@@ -2,7 +2,8 @@
 
    Device memory is memory of the process; copies and fills really happen, kernels do not (stand_in_torch.py does
    what they would, where values matter). What is queued is over when the call returns, so nothing is asynchronous: whether
-   streams are joined is for torch's own sanitizer to find, which follows events and not time.
+   streams are joined is for torch's own sanitizer to find, which follows events and not time. But for one thing: where a
+   collective will never end, nothing that is queued behind it does, in whichever stream, and who waits for it waits.
 
    A call costs the host some time on a real device. It is made up: `stand_in_cost` sets it. */
 #define _GNU_SOURCE
@@ -51,6 +52,22 @@ int stand_in_called(int kind) {
 const char *stand_in_name(int kind) { return kind < NUM_KINDS ? names[kind] : 0; }
 long stand_in_count(int kind) { return counts[kind]; }
 void stand_in_cost(int kind, double us) { cost_us[kind] = us; }
+
+/* -- waiting for ever --------------------------------------------------------------------------------------------- */
+
+static _Atomic int num_stuck;
+static _Atomic long num_times; /* that the device got stuck */
+
+void stand_in_sticks(int change) {
+    if (num_stuck == 0)
+        num_times++;
+    num_stuck += change;
+}
+
+static void wait_for_device(void) {
+    while (num_stuck)
+        nanosleep(&(struct timespec){0, 200000}, 0);
+}
 
 /* -- memory ------------------------------------------------------------------------------------------------------- */
 
@@ -148,11 +165,13 @@ int stand_in_moves(size_t length) {
 }
 
 cudaError_t cudaMemcpy(void *to, const void *from, size_t length, enum cudaMemcpyKind kind) {
+    wait_for_device();
     memmove(to, from, length);
     return stand_in_called(memcpy_sync);
 }
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t length, enum cudaMemcpyKind kind, cudaStream_t stream) {
-    if (stand_in_moves(length))
+    int is_behind = num_stuck && kind == cudaMemcpyDeviceToHost;
+    if (stand_in_moves(length) && !is_behind)
         memmove(to, from, length);
     return stand_in_called(memcpy_async);
 }
@@ -275,7 +294,10 @@ cudaError_t cudaDeviceCanAccessPeer(int *can, int device, int peer) {
     return 0;
 }
 cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned flags) { return 0; }
-cudaError_t cudaDeviceSynchronize(void) { return stand_in_called(device_sync); }
+cudaError_t cudaDeviceSynchronize(void) {
+    wait_for_device();
+    return stand_in_called(device_sync);
+}
 cudaError_t cudaGetLastError(void) { return 0; }
 cudaError_t cudaPeekAtLastError(void) { return 0; }
 const char *cudaGetErrorName(cudaError_t error) { return "stand-in"; }
@@ -313,8 +335,14 @@ cudaError_t cudaStreamGetPriority(cudaStream_t stream, int *priority) {
     *priority = 0;
     return 0;
 }
-cudaError_t cudaStreamQuery(cudaStream_t stream) { return stand_in_called(stream_query); }
-cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return stand_in_called(stream_sync); }
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+    stand_in_called(stream_query);
+    return num_stuck ? cudaErrorNotReady : cudaSuccess;
+}
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+    wait_for_device();
+    return stand_in_called(stream_sync);
+}
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
     return stand_in_called(stream_wait);
 }
@@ -327,8 +355,15 @@ cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t call, void *wit
     return 0;
 }
 
+typedef struct {
+    double at_us;
+    long behind; /* which time that the device got stuck; zero if it was not */
+} Event;
+
+static int is_ahead(cudaEvent_t event) { return num_stuck && ((Event *)event)->behind == num_times; }
+
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
-    *event = calloc(1, sizeof(double));
+    *event = calloc(1, sizeof(Event));
     return stand_in_called(event_create);
 }
 cudaError_t cudaEventCreate(cudaEvent_t *event) { return cudaEventCreateWithFlags(event, 0); }
@@ -337,16 +372,23 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
     return 0;
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
-    *(double *)event = now_us();
+    *(Event *)event = (Event){now_us(), num_stuck ? num_times : 0};
     return stand_in_called(event_record);
 }
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags) {
     return cudaEventRecord(event, stream);
 }
-cudaError_t cudaEventQuery(cudaEvent_t event) { return stand_in_called(event_query); }
-cudaError_t cudaEventSynchronize(cudaEvent_t event) { return stand_in_called(event_sync); }
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+    stand_in_called(event_query);
+    return is_ahead(event) ? cudaErrorNotReady : cudaSuccess;
+}
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+    while (is_ahead(event))
+        nanosleep(&(struct timespec){0, 200000}, 0);
+    return stand_in_called(event_sync);
+}
 cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t begin, cudaEvent_t end) {
-    *ms = (float)((*(double *)end - *(double *)begin) * 1e-3);
+    *ms = (float)((((Event *)end)->at_us - ((Event *)begin)->at_us) * 1e-3);
     return 0;
 }
 

@@ -17,3 +17,4 @@ int stand_in_called(int kind); /* counts it, takes its time, and returns zero: t
 int stand_in_moves(size_t length); /* whether so much memory is copied, or only counted */
 void *stand_in_take(size_t length, int on_host);
 void stand_in_give(void *begin);
+void stand_in_sticks(int change); /* a collective more, or fewer, that holds up the device for ever */

@@ -47,13 +47,16 @@ def _streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_copy_that_is_over_is_read_without_a_look_at_the_others() -> None:
     report, copied = awaited(looks=0)
-    assert report.read(lambda: pytest.fail("looked")) is None
+    report.wait(lambda: pytest.fail("looked"))
+    assert report.is_over()
+    assert report.read() is None
     assert copied.streams == ["that of cpu"]  # the tensor's device, whichever is the current one
 
 
 def test_what_was_said_is_read_once_the_copy_is_over() -> None:
     report, _ = awaited(looks=3, flags=Flag.FAILED)
-    read = report.read(lambda: pytest.fail("looked"))
+    report.wait(lambda: pytest.fail("looked"))
+    read = report.read()
     assert read is not None and read.ranks_with(Flag.FAILED) == [0]
 
 
@@ -68,7 +71,7 @@ def test_a_copy_that_never_ends_is_given_up_when_a_rank_is_gone(monkeypatch: pyt
 
     report, _ = awaited(looks=1_000_000)
     with pytest.raises(PeerLostError, match="rank 1 left"):
-        report.read(look)
+        report.wait(look)
 
 
 def test_whether_a_graph_is_captured_is_asked_of_the_device_in_question(monkeypatch: pytest.MonkeyPatch) -> None:

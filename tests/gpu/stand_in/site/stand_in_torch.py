@@ -48,8 +48,8 @@ class Kernels(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if not on_gpu or func.is_view or func.namespace in ("c10d", "prim") or name in _LEFT_ALONE:
             return out
-        if name == "aten::_local_scalar_dense":
-            return out  # a copy to the host, which has happened
+        if name == "aten::_local_scalar_dense" or (name == "aten::copy_" and not given[0].is_cuda):
+            return out  # a copy to the host, which has happened, or not yet
         cpu_args, cpu_kwargs = tree_unflatten([before.get(id(one), _on_cpu(one)) for one in given], spec)
         if cpu_kwargs.get("pin_memory"):
             cpu_kwargs = {**cpu_kwargs, "pin_memory": False}

@@ -1,0 +1,167 @@
+"""Somebody who looks around while the host waits within CUDA, where nobody can wake it.
+
+Collectives on NCCL are waited for by streams. If a peer is gone, or has failed before it took its part, the device waits
+for it in vain, and then so does whoever waits for the device: `loss.item()`, say, until NCCL's own time-out ten minutes
+later. A thread of its own asks now and then whether what was queued is over. Where it is not, it looks at the board, and
+where that says that it never will be, it gives the group up: its communicator is aborted, so that the device goes on, and
+whatever is asked of the group from then on raises the cause.
+
+    queued → (over: nothing to do) | not over → look at the board → a cause → the same a moment later → given up
+
+Asking is reading a number in the host's memory that the device puts there (`Mark`). No call of CUDA: one in another thread
+may spoil the capture of a graph, or wait for a lock that is held by who waits for the device.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import logging
+import math
+import os
+import threading
+import time
+import weakref
+from collections.abc import Collection
+from typing import Protocol
+
+import torch
+
+from phalanx.comm.group import Queued
+from phalanx.errors import PhalanxError
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 0.25
+# Who has failed may have sent before what is waited for, and it is still on its way. Who is dead sends nothing any more.
+GRACE_S = 3.0
+_NUMBERS = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
+
+
+class Mark:
+    """A number that a device puts into the host's memory when it comes to it, which any thread may look at."""
+
+    def __init__(self, number: torch.Tensor) -> None:
+        """`number` is one in pinned memory. What comes to lie there is finite."""
+        self._kept = number
+        self._there = _NUMBERS[number.dtype].from_address(number.data_ptr())
+
+    def clear(self) -> None:
+        """Call before it is queued that the number comes."""
+        self._there.value = math.nan
+
+    def is_over(self) -> bool:
+        return not math.isnan(self._there.value)
+
+
+class OwnMark(Mark):
+    """A mark with nothing else to carry: zero."""
+
+    queued_topics: tuple[str, ...] = ()
+
+    def __init__(self, device: torch.device) -> None:
+        self._zero = torch.zeros(1, device=device)
+        super().__init__(torch.zeros(1, device="cpu", pin_memory=device.type == "cuda"))
+
+    def queue(self) -> None:
+        """It is over when the current stream has come so far."""
+        self.clear()
+        self._kept.copy_(self._zero, non_blocking=True)
+
+
+class Watched(Protocol):
+    """A group, as far as the lookout is concerned."""
+
+    rank: int
+    name: str
+
+    def queued(self) -> list[Queued]: ...
+    @property
+    def is_given_up(self) -> bool: ...
+    @property
+    def is_closed(self) -> bool: ...
+    def check_notices(self, also: Collection[str] = ()) -> None: ...
+    def is_beyond_doubt(self, error: PhalanxError) -> bool: ...
+    def give_up(self, cause: PhalanxError) -> None: ...
+
+
+class Lookout:
+    """The thread, and the groups that it looks after. It runs while there are any."""
+
+    def __init__(self) -> None:
+        self._groups: weakref.WeakSet[Watched] = weakref.WeakSet()
+        self._found: weakref.WeakKeyDictionary[Watched, tuple[float, PhalanxError]] = weakref.WeakKeyDictionary()
+        self._changing = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._ends = threading.Event()
+
+    def watch(self, group: Watched) -> None:
+        """Look after this group from now on, until it is closed or gone."""
+        with self._changing:
+            self._groups.add(group)
+            if self._thread is None and not self._ends.is_set():
+                self._thread = threading.Thread(target=self._run, name="phalanx-lookout", daemon=True)
+                self._thread.start()
+
+    def end(self) -> None:
+        """Return when it no longer looks."""
+        self._ends.set()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout=1.0)
+
+    def look(self) -> None:
+        """At every group, once."""
+        with self._changing:
+            groups = list(self._groups)
+        for group in groups:
+            try:
+                self._look_at(group)
+            except Exception as error:  # the others are still to be looked at
+                logger.warning("rank %d could not look after group %s: %s", group.rank, group.name, error)
+
+    def _run(self) -> None:
+        while not self._ends.wait(LOOK_EVERY_S):
+            self.look()
+            with self._changing:
+                if not self._groups:
+                    self._thread = None
+                    return
+
+    def _look_at(self, group: Watched) -> None:
+        if group.is_given_up or group.is_closed:
+            with self._changing:
+                self._groups.discard(group)
+            return
+        queued = group.queued()
+        if all(one.is_over() for one in queued):
+            self._found.pop(group, None)
+            return
+        try:
+            group.check_notices(also={topic for one in queued for topic in one.queued_topics})
+        except PhalanxError as cause:
+            since, first = self._found.setdefault(group, (time.monotonic(), cause))
+            if group.is_beyond_doubt(first) or time.monotonic() - since > GRACE_S:
+                group.give_up(first)
+        else:
+            self._found.pop(group, None)
+
+
+_lookout = Lookout()
+_of_process = os.getpid()
+
+
+def watch(group: Watched) -> None:
+    """Look after this group from now on, until it is closed or gone."""
+    global _lookout, _of_process
+    if _of_process != os.getpid():  # a fork has no threads
+        _lookout, _of_process = Lookout(), os.getpid()
+    _lookout.watch(group)
+
+
+def _end() -> None:
+    if _of_process == os.getpid():
+        _lookout.end()
+
+
+atexit.register(_end)

@@ -1,0 +1,265 @@
+"""A rank on NCCL whose peer is gone, or has failed in a hook: its device waits in vain, and so would its script.
+
+Every script reads its loss, which waits within CUDA where nobody can wake it. On the stand-in only, or on several GPUs.
+
+    PYTHONPATH=src python tests/gpu/test_lost_peer.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.gpu.device_ranks import DEVICE, data, device_ids, gpu, main, several_gpus
+
+import phalanx as px
+from phalanx.errors import PeerFailedError, PeerLostError, PhalanxError
+
+pytestmark = gpu
+
+WITHIN_S = (
+    8.0  # a second until it is missed, a few more where it is alive and has failed; NCCL's own time-out is 300 s here
+)
+ENDS_WITHIN_S = 60.0
+LEARNT = 6  # steps
+
+Wrap = Callable[[nn.Module], nn.Module]
+
+
+def replicated(model: nn.Module) -> nn.Module:
+    return px.replicate(model)
+
+
+def ddp(model: nn.Module) -> nn.Module:
+    return px.DistributedDataParallel(model, device_ids=device_ids())
+
+
+class Met(Exception):
+    """What a rank that goes on has met, and how long it took."""
+
+
+def train(model: nn.Module, *, steps: int, rank: int, begin: Callable[[int], None] = lambda step: None) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(steps):
+        begin(step)
+        loss = model(data(rank, step, 4, 8)).square().mean()
+        loss.item()
+        loss.backward()
+        loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).to(DEVICE)
+
+
+def with_buffers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)).to(DEVICE)
+
+
+def meets(kind: type[PhalanxError], *said: str, train: Callable[[], None]) -> None:
+    """The rank that goes on: what it is told, and when."""
+    began = time.monotonic()
+    try:
+        train()
+    except kind as error:
+        took = time.monotonic() - began
+        text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        missing = [part for part in said if part not in text]
+        assert not missing, f"{missing} not said: {text}"
+        assert took < WITHIN_S, f"after {took:.1f} s: {text}"
+    else:
+        raise AssertionError("it was told nothing")
+
+
+# -- what happens: each runs in ranks of its own -----------------------------------------------------------------------
+
+
+def killed_in_forward(rank: int, wrap: Wrap, make: Callable[[], nn.Module]) -> None:
+    """Without a word."""
+    model = wrap(make())
+    train(model, steps=LEARNT, rank=rank)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    meets(PeerLostError, "rank 1", train=lambda: train(model, steps=3, rank=rank))
+    torch.cuda.synchronize()  # the device goes on
+    px.shutdown()
+
+
+def killed_in_backward(rank: int, wrap: Wrap, make: Callable[[], nn.Module]) -> None:
+    """When some of its gradients have come."""
+    model = wrap(make())
+    train(model, steps=LEARNT, rank=rank)
+    if rank == 1:
+        first = next(model.parameters())
+        first.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+    meets(PeerLostError, "rank 1", train=lambda: train(model, steps=3, rank=rank))
+    torch.cuda.synchronize()
+
+
+def leaves_with_an_exception(rank: int, wrap: Wrap, make: Callable[[], nn.Module]) -> None:
+    """It says why: in forward, where its peers wait for nothing yet."""
+    model = wrap(make())
+    train(model, steps=LEARNT, rank=rank)
+    if rank == 1:
+        error = ValueError("no such file: shard-17.bin")
+        sys.excepthook(type(error), error, None)
+        os._exit(1)
+    meets(PeerLostError, "rank 1 left", "shard-17.bin", train=lambda: train(model, steps=3, rank=rank))
+    torch.cuda.synchronize()
+
+
+def hook_fails(rank: int, wrap: Wrap, make: Callable[[], nn.Module]) -> None:
+    """On one rank, which is well otherwise: what it should have sent never comes."""
+    model = wrap(make())
+    fails: list[bool] = []
+
+    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if fails:
+            raise ValueError("not this bucket")
+        tensor = bucket.buffer().div_(2)
+        work = dist.all_reduce(tensor, async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
+
+    model.register_comm_hook(None, hook) if hasattr(model, "register_comm_hook") else px.set_comm_hook(
+        model, None, hook
+    )
+    train(model, steps=LEARNT, rank=rank)
+    if rank == 0:
+        meets(PeerFailedError, "rank 1", "not this bucket", train=lambda: train(model, steps=3, rank=rank))
+    else:
+        fails.append(True)
+        with contextlib.suppress(ValueError):
+            train(model, steps=1, rank=rank)
+            raise AssertionError("the hook did not fail")
+    began = time.monotonic()
+    torch.cuda.synchronize()
+    assert time.monotonic() - began < WITHIN_S
+    fails.clear()
+    # It cannot be used on, on either rank, and says so.
+    meets(PhalanxError, train=lambda: train(model, steps=1, rank=rank))
+
+
+def goes_on_alone(rank: int, wrap: Wrap, make: Callable[[], nn.Module]) -> None:
+    """The survivor leaves the job, and trains on by itself."""
+    model = wrap(make())
+    train(model, steps=LEARNT, rank=rank)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    meets(PeerLostError, "rank 1", train=lambda: train(model, steps=3, rank=rank))
+    model = px.unreplicate(model)
+    px.shutdown()
+    for name in ("RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+    px.init()
+    train(px.replicate(model), steps=3, rank=rank)
+    px.shutdown()
+
+
+# -- running -----------------------------------------------------------------------------------------------------------
+
+Story = Callable[[int, Wrap, Callable[[], nn.Module]], None]
+TELLERS = {"replicate": replicated, "ddp": ddp}
+
+
+def _rank(rank: int, backend: str, folder: str, story: Story, wrap: Wrap, make: Callable[[], nn.Module]) -> None:
+    torch.cuda.set_device(rank)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    faulthandler.dump_traceback_later(ENDS_WITHIN_S - 5, exit=True)
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=timedelta(seconds=300))
+    outcome: Any = "ok"
+    try:
+        story(rank, wrap, make)
+    except BaseException as error:
+        import traceback
+
+        outcome = "".join(traceback.format_exception(error))
+    Path(f"{folder}/{rank}").write_bytes(pickle.dumps(outcome))
+    os._exit(0)  # what a group that was broken off needs to end is not what is tested here
+
+
+def tell(
+    story: Story, wrap: Wrap, make: Callable[[], nn.Module] = small, *, backend: str = "nccl", dies: bool = True
+) -> None:
+    """In two fresh processes, of which the second may die."""
+    os.environ["STAND_IN_PATIENCE_S"] = "2"  # who does not come within that time is not waited for on the host
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    with tempfile.TemporaryDirectory() as folder:
+        processes = mp.start_processes(
+            _rank, (backend, folder, story, wrap, make), nprocs=2, start_method="spawn", join=False
+        ).processes
+        until = time.monotonic() + ENDS_WITHIN_S
+        try:
+            for process in processes:
+                process.join(max(0.0, until - time.monotonic()))
+            for rank in (0,) if dies else (0, 1):
+                file = Path(f"{folder}/{rank}")
+                assert file.exists(), f"rank {rank} did not come to its end ({processes[rank].exitcode})"
+                outcome = pickle.loads(file.read_bytes())
+                assert outcome == "ok", f"rank {rank}: {outcome}"
+        finally:
+            os.environ.pop("STAND_IN_PATIENCE_S")
+            for process in processes:
+                process.kill()
+
+
+@several_gpus
+def test_a_peer_that_is_killed() -> None:
+    for wrap in (replicated, ddp):
+        tell(killed_in_forward, wrap)
+        tell(killed_in_backward, wrap)
+    tell(killed_in_forward, replicated, backend="phalanx")
+
+
+@several_gpus
+def test_a_peer_that_is_killed_where_buffers_are_sent_first() -> None:
+    for wrap in (replicated, ddp):
+        tell(killed_in_forward, wrap, with_buffers)
+
+
+@several_gpus
+def test_a_peer_that_says_why_it_leaves() -> None:
+    for wrap in (replicated, ddp):
+        tell(leaves_with_an_exception, wrap)
+
+
+@several_gpus
+def test_a_hook_that_fails_on_one_rank() -> None:
+    tell(hook_fails, ddp, dies=False)
+
+
+@several_gpus
+def test_the_survivor_goes_on() -> None:
+    tell(goes_on_alone, replicated)
+
+
+if __name__ == "__main__":
+    main(
+        test_a_peer_that_is_killed,
+        test_a_peer_that_is_killed_where_buffers_are_sent_first,
+        test_a_peer_that_says_why_it_leaves,
+        test_a_hook_that_fails_on_one_rank,
+        test_the_survivor_goes_on,
+    )

@@ -1,0 +1,212 @@
+"""Who looks around while the host waits within CUDA: on made-up groups."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Collection
+
+import pytest
+import torch
+
+from phalanx.comm import lookout
+from phalanx.comm.lookout import Lookout, Mark, OwnMark
+from phalanx.errors import PeerFailedError, PeerLostError, PhalanxError
+
+
+class Step:
+    def __init__(self, *topics: str, over: bool = False) -> None:
+        self.queued_topics = topics
+        self.over = over
+
+    def is_over(self) -> bool:
+        return self.over
+
+
+class Group:
+    """One whose board says what a test says."""
+
+    rank, name = 0, "made up"
+
+    def __init__(self, *steps: Step, says: Callable[[Collection[str]], None] = lambda also: None) -> None:
+        self.steps = list(steps)
+        self.says = says
+        self.num_looks = 0
+        self.gone: set[int] = set()
+        self.cause: PhalanxError | None = None
+        self.is_closed = False
+        self.given_up = threading.Event()
+
+    def queued(self) -> list[Step]:
+        return self.steps
+
+    @property
+    def is_given_up(self) -> bool:
+        return self.cause is not None
+
+    def check_notices(self, also: Collection[str] = ()) -> None:
+        self.num_looks += 1
+        self.says(also)
+
+    def is_beyond_doubt(self, error: PhalanxError) -> bool:
+        return isinstance(error, PeerLostError) and set(error.lost_ranks) <= self.gone
+
+    def give_up(self, cause: PhalanxError) -> None:
+        assert self.cause is None, "given up twice"
+        self.cause = cause
+        self.given_up.set()
+
+
+def lost(also: Collection[str]) -> None:
+    raise PeerLostError("rank 1 left", lost_ranks=[1])
+
+
+def watching(*groups: Group) -> Lookout:
+    """One that looks when a test says so."""
+    found = Lookout()
+    for group in groups:
+        found._groups.add(group)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookout, "LOOK_EVERY_S", 0.005)
+    monkeypatch.setattr(lookout, "GRACE_S", 0.05)
+
+
+def look_on(looks: Lookout, *, until: Callable[[], bool], within_s: float = 10.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not until() and time.monotonic() < deadline:
+        looks.look()
+    assert until()
+
+
+def test_what_is_over_needs_no_look_at_the_others() -> None:
+    group = Group(Step(over=True), Step(over=True), says=lost)
+    watching(group).look()
+    assert not group.num_looks and group.cause is None
+
+
+def test_what_takes_long_is_waited_for_as_long_as_nobody_is_missing() -> None:
+    group = Group(Step(over=True), Step())
+    looks = watching(group)
+    look_on(looks, until=lambda: group.num_looks == 100)
+    assert group.cause is None
+
+
+def test_a_rank_that_left_may_have_sent_before() -> None:
+    group = Group(Step(), says=lost)
+    looks = watching(group)
+    looks.look()
+    assert group.cause is None
+    group.steps[0].over = True
+    looks.look()
+    time.sleep(0.06)  # the time that a later one is given does not count from here
+    group.steps[0].over = False
+    looks.look()
+    assert group.cause is None
+    look_on(looks, until=lambda: group.cause is not None)
+
+
+def test_the_first_cause_is_the_one_that_counts() -> None:
+    causes = iter([PeerFailedError("a hook raised", failed_ranks=[1])])
+
+    def say(also: Collection[str]) -> None:
+        raise next(causes, PeerLostError("and rank 1 left", lost_ranks=[1]))
+
+    group = Group(Step(), says=say)
+    look_on(watching(group), until=lambda: group.cause is not None)
+    assert "a hook raised" in str(group.cause)
+
+
+def test_the_dead_are_not_waited_for() -> None:
+    group = Group(Step(), says=lost)
+    group.gone = {1}
+    watching(group).look()
+    assert isinstance(group.cause, PeerLostError)
+
+
+def test_what_others_failed_in_is_known_by_its_topic() -> None:
+    asked: list[set[str]] = []
+    group = Group(Step("step 3", "step 4"), Step("another", over=True), says=lambda also: asked.append(set(also)))
+    watching(group).look()
+    assert asked == [{"step 3", "step 4", "another"}]
+
+
+def test_trouble_with_one_group_keeps_it_from_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    def break_down(also: Collection[str]) -> None:
+        raise OSError("the store is gone")
+
+    groups = [Group(Step(), says=break_down), Group(Step(), says=lost), Group(Step(), says=break_down)]
+    for group in groups:
+        group.gone = {1}
+    with caplog.at_level(logging.WARNING):
+        watching(*groups).look()
+    assert [group.cause is None for group in groups] == [True, False, True]
+    assert "could not look after group made up: the store is gone" in caplog.text
+
+
+def test_the_thread_runs_while_there_are_groups() -> None:
+    looks, group, closed = Lookout(), Group(Step(), says=lost), Group(Step())
+    looks.watch(closed)
+    looks.watch(group)
+    thread = looks._thread
+    assert thread is not None and thread.is_alive()
+    assert group.given_up.wait(10)
+    assert thread.is_alive()
+    closed.is_closed = True
+    thread.join(10)
+    assert not thread.is_alive()
+    another = Group(Step(), says=lost)
+    looks.watch(another)
+    assert another.given_up.wait(10)
+    looks.end()
+    assert not any(other.name == "phalanx-lookout" for other in threading.enumerate())
+    looks.watch(Group(Step()))  # at exit: no more
+    assert looks._thread is None or not looks._thread.is_alive()
+
+
+def test_a_group_that_nobody_holds_any_more_is_let_go() -> None:
+    looks = Lookout()
+    looks.watch(Group(Step(over=True)))
+    thread = looks._thread
+    if thread is not None:
+        thread.join(10)
+    assert looks._thread is None
+
+
+def test_a_fork_has_one_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    parents = Lookout()
+    monkeypatch.setattr(lookout, "_lookout", parents)
+    monkeypatch.setattr(lookout, "_of_process", os.getpid() + 1)
+    group = Group(Step(), says=lost)
+    lookout.watch(group)
+    try:
+        assert group.given_up.wait(10)
+        assert parents._thread is None
+    finally:
+        lookout._lookout.end()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_mark_is_over_when_its_number_has_come(dtype: torch.dtype) -> None:
+    numbers = torch.zeros(3, dtype=dtype)
+    mark = Mark(numbers[-1:])
+    mark.clear()
+    assert not mark.is_over()
+    numbers[:2] = 1.0
+    assert not mark.is_over()
+    numbers.copy_(torch.tensor([0.0, 0.0, 7.0]))
+    assert mark.is_over()
+
+
+def test_a_mark_of_its_own() -> None:
+    mark = OwnMark(torch.device("cpu"))
+    assert mark.is_over()  # nothing was queued
+    mark.clear()
+    assert not mark.is_over()
+    mark.queue()
+    assert mark.is_over()
