@@ -330,7 +330,7 @@ def test_one_gives_a_weight_and_buffers_travel(where: str) -> None:
 
 
 def left_alone(wrap: Callable[[nn.Module], nn.Module]) -> None:
-    """The last rank goes when the others have queued a step that it has no part in: here their copy of the report is late."""
+    """The last rank goes when the others have queued a step that it has no part in; here the copy of its report is late."""
     C10dGroup.waits_on_streams = lambda self, device: True  # type: ignore[method-assign]
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     model = wrap(mlp())
