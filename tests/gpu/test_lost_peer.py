@@ -160,6 +160,20 @@ def hook_fails(rank: int, wrap: Wrap, make: Callable[[], nn.Module]) -> None:
     meets(PhalanxError, train=lambda: train(model, steps=1, rank=rank))
 
 
+def casts_alone(rank: int, wrap: Wrap, make: Callable[[], nn.Module]) -> None:
+    """One rank's parameters change, which it says where others do not wait: it has no part in their step."""
+    model = wrap(make())
+    train(model, steps=LEARNT, rank=rank)
+    if rank == 0:
+        said = ("rank 1 failed", "its parameters changed, and not here: 0.weight is")
+        meets(PeerFailedError, *said, train=lambda: train(model, steps=3, rank=rank))
+    else:
+        model.double()
+        loss = model(data(rank, 9, 4, 8, dtype=torch.float64)).square().mean()
+        meets(PeerFailedError, "rank 0 failed", train=loss.backward)
+    torch.cuda.synchronize()
+
+
 def goes_on_alone(rank: int, wrap: Wrap, make: Callable[[], nn.Module]) -> None:
     """The survivor leaves the job, and trains on by itself."""
     model = wrap(make())
@@ -251,6 +265,11 @@ def test_a_hook_that_fails_on_one_rank() -> None:
 
 
 @several_gpus
+def test_parameters_that_change_on_one_rank() -> None:
+    tell(casts_alone, replicated, dies=False)
+
+
+@several_gpus
 def test_the_survivor_goes_on() -> None:
     tell(goes_on_alone, replicated)
 
@@ -261,5 +280,6 @@ if __name__ == "__main__":
         test_a_peer_that_is_killed_where_buffers_are_sent_first,
         test_a_peer_that_says_why_it_leaves,
         test_a_hook_that_fails_on_one_rank,
+        test_parameters_that_change_on_one_rank,
         test_the_survivor_goes_on,
     )

@@ -226,7 +226,10 @@ class BoardGroup(Group):
         if isinstance(error, GroupAbortedError):
             return True
         ranks = getattr(error, "lost_ranks", ()) or getattr(error, "failed_ranks", ())
-        return bool(ranks) and self.board is not None and set(ranks) <= set(self.board.dead_ranks())
+        try:
+            return bool(ranks) and self.board is not None and set(ranks) <= set(self.board.dead_ranks())
+        except RuntimeError:  # the store is gone
+            return False
 
     def check_alive(self) -> None:
         if self._given_up_for is not None:

@@ -68,7 +68,20 @@ class BreakingOff:
     @property
     def _plan_topic(self) -> str:
         """The step under way with the buckets as they are, for a rank whose parameters no longer fit them."""
-        return f"{self.topic}, laid out by plan {self.stats.num_plans}"
+        return self._plan_topic_of(self.step)
+
+    def _plan_topic_of(self, step: int) -> str:
+        return f"{self.topic_of(step)}, laid out by plan {self.stats.num_plans}"
+
+    @property
+    def last_topics(self) -> tuple[str, str]:
+        """The step before, which the device may still be in."""
+        return self.topic_of(self.step - 1), self._plan_topic_of(self.step - 1)
+
+    @property
+    def queued_topics(self) -> tuple[str, ...]:
+        """The steps that the device may be in."""
+        return *self.topics, *self.last_topics
 
     # -- breaking off ----------------------------------------------------------------------------------------------
 
@@ -141,10 +154,10 @@ class BreakingOff:
         self._break(error)
         self.reset()
 
-    def _break(self, error: PhalanxError, *, tell: bool = True) -> None:
+    def _break(self, error: PhalanxError, *, tell: bool = True, step: int | None = None) -> None:
         """This rank did not come to the end of what all ranks share, and no longer knows where the others are."""
         self._standing.break_off(error)
         if tell and isinstance(error, PeerFailedError):  # all who wait in this step read it; who failed waits elsewhere
-            self.group.post_failure(f"{self._plan_topic}, answered", str(error))
+            self.group.post_failure(f"{self._plan_topic_of(step or self.step)}, answered", str(error))
         elif tell and not isinstance(error, PeerLostError | GroupAbortedError):
             self.group.post_failure("", str(error))

@@ -97,7 +97,7 @@ class Telling(BreakingOff):
             if self._carrier.hook is not None and isinstance(error, PeerFailedError):
                 self._standing.part("waited")
             else:
-                self._break(error)
+                self._break(error, step=self.step - 1)
             raise
         if report is None:
             return
@@ -117,13 +117,8 @@ class Telling(BreakingOff):
 
     def _await(self, report: DeferredReport) -> None:
         """Return when the last step's report is there, or raise why it never will be."""
-        report.wait(lambda: self.group.check_notices(also=(self.topic_of(self.step - 1),)))
+        report.wait(lambda: self.group.check_notices(also=self.last_topics))
         self.group.check_alive()  # if it was given up, that is why the device came to its end
-
-    @property
-    def queued_topics(self) -> tuple[str, ...]:
-        """The step that the device is in: the one under way on the host, or the one before."""
-        return *self.topics, self.topic_of(self.step - 1)
 
     def is_over(self) -> bool:
         """Whether the device has come to the end of the last step, as far as it was queued without waiting for it."""
