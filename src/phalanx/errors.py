@@ -81,3 +81,10 @@ class OutOfDataError(PhalanxError):
     def __init__(self, message: str, *, out_ranks: Sequence[int] = (), **where: object) -> None:
         self.out_ranks = tuple(out_ranks)
         super().__init__(message, **where)  # type: ignore[arg-type]
+
+
+def ranks_behind(error: PhalanxError | None) -> tuple[int, ...]:
+    """The ranks that an error says are gone or have failed; none where it says of no rank."""
+    if isinstance(error, PeerLostError):
+        return error.lost_ranks
+    return error.failed_ranks if isinstance(error, PeerFailedError) else ()

@@ -141,9 +141,7 @@ def hook_fails(rank: int, wrap: Wrap, make: Callable[[], nn.Module]) -> None:
         work = dist.all_reduce(tensor, async_op=True)
         return work.get_future().then(lambda done: done.value()[0])
 
-    model.register_comm_hook(None, hook) if hasattr(model, "register_comm_hook") else px.set_comm_hook(
-        model, None, hook
-    )
+    px.register_hook(model, hook)
     train(model, steps=LEARNT, rank=rank)
     if rank == 0:
         meets(PeerFailedError, "rank 1", "not this bucket", train=lambda: train(model, steps=3, rank=rank))
@@ -217,7 +215,7 @@ def tell(
     story: Story, wrap: Wrap, make: Callable[[], nn.Module] = small, *, backend: str = "nccl", dies: bool = True
 ) -> None:
     """In two fresh processes, of which the second may die."""
-    os.environ["STAND_IN_PATIENCE_S"] = "2"  # who does not come within that time is not waited for on the host
+    os.environ["STAND_IN_PATIENCE_S"] = "1"  # who does not come within that time is not waited for on the host
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with tempfile.TemporaryDirectory() as folder:
@@ -261,7 +259,8 @@ def test_a_peer_that_says_why_it_leaves() -> None:
 
 @several_gpus
 def test_a_hook_that_fails_on_one_rank() -> None:
-    tell(hook_fails, ddp, dies=False)
+    for wrap in (replicated, ddp):
+        tell(hook_fails, wrap, dies=False)
 
 
 @several_gpus

@@ -34,6 +34,7 @@ class Group:
         self.steps = list(steps)
         self.says = says
         self.num_looks = 0
+        self.num_others = 0
         self.gone: set[int] = set()
         self.cause: PhalanxError | None = None
         self.is_closed = False
@@ -58,6 +59,9 @@ class Group:
         self.cause = cause
         self.given_up.set()
 
+    def give_up_others(self) -> None:
+        self.num_others += 1
+
 
 def lost(also: Collection[str]) -> None:
     raise PeerLostError("rank 1 left", lost_ranks=[1])
@@ -75,6 +79,7 @@ def watching(*groups: Group) -> Lookout:
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookout, "LOOK_EVERY_S", 0.005)
     monkeypatch.setattr(lookout, "GRACE_S", 0.05)
+    monkeypatch.setattr(lookout, "GOES_ON_WITHIN_S", 0.05)
 
 
 def look_on(looks: Lookout, *, until: Callable[[], bool], within_s: float = 10.0) -> None:
@@ -127,6 +132,29 @@ def test_the_dead_are_not_waited_for() -> None:
     group.gone = {1}
     watching(group).look()
     assert isinstance(group.cause, PeerLostError)
+
+
+def test_a_device_that_goes_on_is_let_be() -> None:
+    group = Group(Step(), says=lost)
+    group.gone = {1}
+    looks = watching(group)
+    looks.look()
+    looks.look()
+    assert group.cause is not None
+    group.steps[0].over = True
+    look_on(looks, until=lambda: not looks._groups)
+    assert not group.num_others
+
+
+def test_a_device_that_waits_on_waits_for_what_was_sent_on_another_group() -> None:
+    group = Group(Step(), says=lost)
+    group.gone = {1}
+    looks = watching(group)
+    looks.look()
+    assert group.cause is not None and not group.num_others
+    look_on(looks, until=lambda: not looks._groups)
+    looks.look()
+    assert group.num_others == 1
 
 
 def test_what_others_failed_in_is_known_by_its_topic() -> None:

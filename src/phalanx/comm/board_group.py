@@ -24,6 +24,7 @@ from phalanx.errors import (
     PeerFailedError,
     PeerLostError,
     PhalanxError,
+    ranks_behind,
 )
 
 logger = logging.getLogger(__name__)
@@ -225,7 +226,7 @@ class BoardGroup(Group):
         """Whether nothing can come any more from the ranks that are the cause: processes of this host that are gone."""
         if isinstance(error, GroupAbortedError):
             return True
-        ranks = getattr(error, "lost_ranks", ()) or getattr(error, "failed_ranks", ())
+        ranks = ranks_behind(error)
         try:
             return bool(ranks) and self.board is not None and set(ranks) <= set(self.board.dead_ranks())
         except RuntimeError:  # the store is gone

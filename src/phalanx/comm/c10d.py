@@ -20,8 +20,8 @@ from phalanx.comm.board_group import BoardGroup, Ledger
 from phalanx.comm.device_wait import await_stream
 from phalanx.comm.farewell import say_farewell_on
 from phalanx.comm.group import DoneWork, Queued, ReduceKind, Work
-from phalanx.comm.process_groups import backends_of, store_of, timeout_of
-from phalanx.errors import CollectiveTimeoutError, PhalanxError
+from phalanx.comm.process_groups import accelerator_of, backends_of, store_of, timeout_of
+from phalanx.errors import CollectiveTimeoutError, PhalanxError, ranks_behind
 
 logger = logging.getLogger(__name__)
 
@@ -190,12 +190,31 @@ class C10dGroup(BoardGroup):
 
     def give_up(self, cause: PhalanxError) -> None:
         """Abort the communicator of this rank, which waits in vain. Others find out by themselves, or are not concerned."""
+        logger.error("rank %d: what is queued on the device waits in vain, and is broken off: %s", self.rank, cause)
+        self._give_up_for(cause)
+
+    def give_up_others(self) -> None:
+        cause = self._given_up_for
+        all_ranks = dist.get_process_group_ranks(self.process_group)
+        concerned = {all_ranks[rank] for rank in ranks_behind(cause)}
+        for other in list(distributed_c10d._world.pg_map):
+            if other is self.process_group or not concerned.issubset(dist.get_process_group_ranks(other)):
+                continue
+            group = group_of(other)
+            if cause is not None and not group.is_given_up and accelerator_of(other) is not None:
+                logger.error(
+                    "rank %d: the device still waits, and so the group %s is given up, too", self.rank, group.name
+                )
+                group._give_up_for(cause)
+
+    def _give_up_for(self, cause: PhalanxError) -> None:
         self._given_up_for = copy.copy(cause).with_traceback(None)
         self._aborted = str(cause)
         self._has_aborted = True
-        logger.error("rank %d: what is queued on the device waits in vain, and is broken off: %s", self.rank, cause)
+        backend = accelerator_of(self.process_group)
         try:
-            self.process_group._get_backend(torch.device("cuda")).abort()
+            if backend is not None:
+                backend.abort()
         except RuntimeError as error:
             logger.warning("rank %d could not abort the communicator of group %s: %s", self.rank, self.name, error)
 

@@ -7,6 +7,7 @@ where that says that it never will be, it gives the group up: its communicator i
 whatever is asked of the group from then on raises the cause.
 
     queued → (over: nothing to do) | not over → look at the board → a cause → the same a moment later → given up
+           → still not over: what a communication hook has sent on another group, say → so are those with the same ranks
 
 Asking is reading a number in the host's memory that the device puts there (`Mark`). No call of CUDA: one in another thread
 may spoil the capture of a graph, or wait for a lock that is held by who waits for the device.
@@ -35,6 +36,7 @@ logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.25
 # Who has failed may have sent before what is waited for, and it is still on its way. Who is dead sends nothing any more.
 GRACE_S = 3.0
+GOES_ON_WITHIN_S = 1.0  # a device whose communicator was aborted
 _NUMBERS = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
 
 
@@ -83,6 +85,8 @@ class Watched(Protocol):
     def check_notices(self, also: Collection[str] = ()) -> None: ...
     def is_beyond_doubt(self, error: PhalanxError) -> bool: ...
     def give_up(self, cause: PhalanxError) -> None: ...
+    def give_up_others(self) -> None:
+        """Likewise, and for the same cause, other groups of ranks that are the cause."""
 
 
 class Lookout:
@@ -91,6 +95,7 @@ class Lookout:
     def __init__(self) -> None:
         self._groups: weakref.WeakSet[Watched] = weakref.WeakSet()
         self._found: weakref.WeakKeyDictionary[Watched, tuple[float, PhalanxError]] = weakref.WeakKeyDictionary()
+        self._given_up: weakref.WeakKeyDictionary[Watched, float] = weakref.WeakKeyDictionary()
         self._changing = threading.Lock()
         self._thread: threading.Thread | None = None
         self._ends = threading.Event()
@@ -129,12 +134,12 @@ class Lookout:
                     return
 
     def _look_at(self, group: Watched) -> None:
-        if group.is_given_up or group.is_closed:
-            with self._changing:
-                self._groups.discard(group)
-            return
         queued = group.queued()
-        if all(one.is_over() for one in queued):
+        is_over = group.is_closed or all(one.is_over() for one in queued)
+        if group.is_given_up or group.is_closed:
+            self._look_back_at(group, is_over=is_over)
+            return
+        if is_over:
             self._found.pop(group, None)
             return
         try:
@@ -145,6 +150,16 @@ class Lookout:
                 group.give_up(first)
         else:
             self._found.pop(group, None)
+
+    def _look_back_at(self, group: Watched, *, is_over: bool) -> None:
+        """Nothing more is queued on it."""
+        since = self._given_up.setdefault(group, time.monotonic())
+        is_late = not is_over and time.monotonic() - since > GOES_ON_WITHIN_S
+        if is_late:
+            group.give_up_others()
+        if is_over or is_late:
+            with self._changing:
+                self._groups.discard(group)
 
 
 _lookout = Lookout()

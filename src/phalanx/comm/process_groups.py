@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import weakref
 from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -77,6 +79,16 @@ def backends_of(process_group: dist.ProcessGroup) -> dict[str, str]:
     if ":" not in config:
         return {"": config.lower()}
     return {device: name for device, _, name in (part.lower().partition(":") for part in config.split(","))}
+
+
+def accelerator_of(process_group: dist.ProcessGroup) -> Any:
+    """What moves its tensors on a GPU; None where nothing does, or has not yet."""
+    if not getattr(process_group, "uses_accelerator", True):
+        return None  # it would be made now, which takes all ranks
+    try:
+        return process_group._get_backend(torch.device("cuda"))
+    except RuntimeError:
+        return None
 
 
 def _backend_name(process_group: dist.ProcessGroup) -> str:

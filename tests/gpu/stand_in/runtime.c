@@ -58,9 +58,35 @@ void stand_in_cost(int kind, double us) { cost_us[kind] = us; }
 static _Atomic int num_stuck;
 static _Atomic long num_times; /* that the device got stuck */
 
+#define MOST_BEHIND 4096
+static struct {
+    void *to;
+    const void *from;
+    size_t length;
+} behind[MOST_BEHIND]; /* copies to the host, in the order in which they were queued */
+static int num_behind;
+static pthread_mutex_t behind_lock = PTHREAD_MUTEX_INITIALIZER;
+
+static void copy_later(void *to, const void *from, size_t length) {
+    pthread_mutex_lock(&behind_lock);
+    if (num_behind < MOST_BEHIND) {
+        behind[num_behind].to = to;
+        behind[num_behind].from = from;
+        behind[num_behind++].length = length;
+    }
+    pthread_mutex_unlock(&behind_lock);
+}
+
 void stand_in_sticks(int change) {
     if (num_stuck == 0)
         num_times++;
+    if (num_stuck + change == 0) {
+        pthread_mutex_lock(&behind_lock);
+        for (int i = 0; i < num_behind; i++)
+            memmove(behind[i].to, behind[i].from, behind[i].length);
+        num_behind = 0;
+        pthread_mutex_unlock(&behind_lock);
+    }
     num_stuck += change;
 }
 
@@ -170,8 +196,9 @@ cudaError_t cudaMemcpy(void *to, const void *from, size_t length, enum cudaMemcp
     return stand_in_called(memcpy_sync);
 }
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t length, enum cudaMemcpyKind kind, cudaStream_t stream) {
-    int is_behind = num_stuck && kind == cudaMemcpyDeviceToHost;
-    if (stand_in_moves(length) && !is_behind)
+    if (num_stuck && kind == cudaMemcpyDeviceToHost)
+        copy_later(to, from, length);
+    else if (stand_in_moves(length))
         memmove(to, from, length);
     return stand_in_called(memcpy_async);
 }
