@@ -129,7 +129,7 @@ def leaves_with_an_exception(rank: int, wrap: Wrap, make: Callable[[], nn.Module
     torch.cuda.synchronize()
 
 
-def hook_fails(rank: int, wrap: Wrap, make: Callable[[], nn.Module]) -> None:
+def hook_fails(rank: int, wrap: Wrap, make: Callable[[], nn.Module], learnt: int = LEARNT) -> None:
     """On one rank, which is well otherwise: what it should have sent never comes."""
     model = wrap(make())
     fails: list[bool] = []
@@ -142,7 +142,7 @@ def hook_fails(rank: int, wrap: Wrap, make: Callable[[], nn.Module]) -> None:
         return work.get_future().then(lambda done: done.value()[0])
 
     px.register_hook(model, hook)
-    train(model, steps=LEARNT, rank=rank)
+    train(model, steps=learnt, rank=rank)
     if rank == 0:
         meets(PeerFailedError, "rank 1", "not this bucket", train=lambda: train(model, steps=3, rank=rank))
     else:
@@ -156,6 +156,11 @@ def hook_fails(rank: int, wrap: Wrap, make: Callable[[], nn.Module]) -> None:
     fails.clear()
     # It cannot be used on, on either rank, and says so.
     meets(PhalanxError, train=lambda: train(model, steps=1, rank=rank))
+
+
+def hook_fails_at_once(rank: int, wrap: Wrap, make: Callable[[], nn.Module]) -> None:
+    """In the second step, of which all ranks read at once what the others say."""
+    hook_fails(rank, wrap, make, learnt=1)
 
 
 def casts_alone(rank: int, wrap: Wrap, make: Callable[[], nn.Module]) -> None:
@@ -261,6 +266,7 @@ def test_a_peer_that_says_why_it_leaves() -> None:
 def test_a_hook_that_fails_on_one_rank() -> None:
     for wrap in (replicated, ddp):
         tell(hook_fails, wrap, dies=False)
+        tell(hook_fails_at_once, wrap, dies=False)
 
 
 @several_gpus

@@ -159,7 +159,8 @@ def test_a_device_that_waits_on_waits_for_what_was_sent_on_another_group() -> No
 
 def test_what_others_failed_in_is_known_by_its_topic() -> None:
     asked: list[set[str]] = []
-    group = Group(Step("step 3", "step 4"), Step("another", over=True), says=lambda also: asked.append(set(also)))
+    over = Step("that all ranks failed in, and went on", over=True)
+    group = Group(Step("step 3", "step 4"), over, Step("another"), says=lambda also: asked.append(set(also)))
     watching(group).look()
     assert asked == [{"step 3", "step 4", "another"}]
 
@@ -236,5 +237,5 @@ def test_a_mark_of_its_own() -> None:
     assert mark.is_over()  # nothing was queued
     mark.clear()
     assert not mark.is_over()
-    mark.queue()
-    assert mark.is_over()
+    mark.queue({"step 3"})
+    assert mark.is_over() and mark.queued_topics == {"step 3"}

@@ -167,7 +167,7 @@ class C10dGroup(BoardGroup):
         if mark is None:
             mark = self._marks[device] = lookout.OwnMark(device)
             self.watch(mark)
-        mark.queue()
+        mark.queue(self.topics.union(*(undertaking.topics for undertaking in self.undertakings)))
 
     def watch(self, queued: Queued) -> None:
         if self.size > 1:

@@ -59,14 +59,14 @@ class Mark:
 class OwnMark(Mark):
     """A mark with nothing else to carry: zero."""
 
-    queued_topics: tuple[str, ...] = ()
-
     def __init__(self, device: torch.device) -> None:
+        self.queued_topics: Collection[str] = ()
         self._zero = torch.zeros(1, device=device)
         super().__init__(torch.zeros(1, device="cpu", pin_memory=device.type == "cuda"))
 
-    def queue(self) -> None:
+    def queue(self, topics: Collection[str]) -> None:
         """It is over when the current stream has come so far."""
+        self.queued_topics = topics
         self.clear()
         self._kept.copy_(self._zero, non_blocking=True)
 
@@ -134,8 +134,9 @@ class Lookout:
                     return
 
     def _look_at(self, group: Watched) -> None:
-        queued = group.queued()
-        is_over = group.is_closed or all(one.is_over() for one in queued)
+        # Of what is over, others may have said that they failed in it, too, and gone on.
+        waited_for = [one for one in group.queued() if not one.is_over()]
+        is_over = group.is_closed or not waited_for
         if group.is_given_up or group.is_closed:
             self._look_back_at(group, is_over=is_over)
             return
@@ -143,7 +144,7 @@ class Lookout:
             self._found.pop(group, None)
             return
         try:
-            group.check_notices(also={topic for one in queued for topic in one.queued_topics})
+            group.check_notices(also={topic for one in waited_for for topic in one.queued_topics})
         except PhalanxError as cause:
             since, first = self._found.setdefault(group, (time.monotonic(), cause))
             if group.is_beyond_doubt(first) or time.monotonic() - since > GRACE_S:

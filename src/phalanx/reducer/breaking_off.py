@@ -78,11 +78,6 @@ class BreakingOff:
         """The step before, which the device may still be in."""
         return self.topic_of(self.step - 1), self._plan_topic_of(self.step - 1)
 
-    @property
-    def queued_topics(self) -> tuple[str, ...]:
-        """The steps that the device may be in."""
-        return *self.topics, *self.last_topics
-
     # -- breaking off ----------------------------------------------------------------------------------------------
 
     def reset(self) -> None:

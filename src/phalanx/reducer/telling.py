@@ -120,6 +120,11 @@ class Telling(BreakingOff):
         report.wait(lambda: self.group.check_notices(also=self.last_topics))
         self.group.check_alive()  # if it was given up, that is why the device came to its end
 
+    @property
+    def queued_topics(self) -> tuple[str, ...]:
+        """The steps that the device may be in, if it has not come to the end of the last one."""
+        return *self.topics, *self.last_topics
+
     def is_over(self) -> bool:
         """Whether the device has come to the end of the last step, as far as it was queued without waiting for it."""
         queued = self._reports.queued
