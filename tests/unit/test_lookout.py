@@ -20,6 +20,7 @@ class Step:
     def __init__(self, *topics: str, over: bool = False) -> None:
         self.queued_topics = topics
         self.over = over
+        self.turn = 1
 
     def is_over(self) -> bool:
         return self.over
@@ -127,17 +128,33 @@ def test_the_first_cause_is_the_one_that_counts() -> None:
     assert "a hook raised" in str(group.cause)
 
 
-def test_the_dead_are_not_waited_for() -> None:
+def test_the_dead_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookout, "GRACE_S", 1000.0)
     group = Group(Step(), says=lost)
     group.gone = {1}
-    watching(group).look()
+    looks = watching(group)
+    looks.look()
+    assert group.cause is None  # it may have been over a moment later
+    looks.look()
     assert isinstance(group.cause, PeerLostError)
+
+
+def test_one_step_after_the_other_is_over_though_never_when_somebody_looks() -> None:
+    group = Group(Step(), says=lost)
+    looks = watching(group)
+    until = time.monotonic() + 0.2
+    while time.monotonic() < until:
+        group.steps[0].turn += 1
+        looks.look()
+    assert group.cause is None
+    look_on(looks, until=lambda: group.cause is not None)
 
 
 def test_a_device_that_goes_on_is_let_be() -> None:
     group = Group(Step(), says=lost)
     group.gone = {1}
     looks = watching(group)
+    looks.look()
     looks.look()
     looks.look()
     assert group.cause is not None
@@ -150,6 +167,7 @@ def test_a_device_that_waits_on_waits_for_what_was_sent_on_another_group() -> No
     group = Group(Step(), says=lost)
     group.gone = {1}
     looks = watching(group)
+    looks.look()
     looks.look()
     assert group.cause is not None and not group.num_others
     look_on(looks, until=lambda: not looks._groups)
@@ -172,8 +190,10 @@ def test_trouble_with_one_group_keeps_it_from_no_other(caplog: pytest.LogCapture
     groups = [Group(Step(), says=break_down), Group(Step(), says=lost), Group(Step(), says=break_down)]
     for group in groups:
         group.gone = {1}
-    with caplog.at_level(logging.WARNING):
-        watching(*groups).look()
+    looks = watching(*groups)
+    with caplog.at_level(logging.DEBUG):
+        looks.look()
+        looks.look()
     assert [group.cause is None for group in groups] == [True, False, True]
     assert "could not look after group made up: the store is gone" in caplog.text
 
@@ -239,3 +259,25 @@ def test_a_mark_of_its_own() -> None:
     assert not mark.is_over()
     mark.queue({"step 3"})
     assert mark.is_over() and mark.queued_topics == {"step 3"}
+
+
+def test_a_mark_that_is_still_to_come_is_not_queued_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number would come for the first time that it was queued, and seem to have come for the last."""
+    made: list[OwnMark] = []
+    marks = lookout.Marks(torch.device("cpu"), made.append)
+    marks.queue({"one"})
+    marks.queue({"two"})
+    assert len(made) == 1 and made[0].turn == 2  # the CPU comes to it at once
+    made[0].clear()
+    for number in range(2 * lookout.MOST_MARKS):
+        marks.queue({f"{number}"})
+        made[-1].clear()
+    assert len(made) == lookout.MOST_MARKS and made[0].queued_topics == {"two"}
+
+
+def test_a_mark_that_is_made_in_inference_is_used_outside_of_it() -> None:
+    with torch.inference_mode():
+        mark = OwnMark(torch.device("cpu"))
+        mark.queue(())
+    mark.queue(())
+    assert mark.is_over()

@@ -27,6 +27,7 @@ class Notice:
     kind: Kind
     topic: str
     reason: str
+    life: int = 1
 
 
 @lru_cache(maxsize=1)
@@ -58,11 +59,14 @@ class Board:
         self._rank = rank
         self._size = size
         self._posted = 0
-        self._store.set(f"who/{rank}", json.dumps({"pid": os.getpid(), "host": host_identity()}))
+        # The store may outlive a job that is shut down and begun anew in the same processes, and give it the same keys. All
+        # that was said in an earlier life means nothing any more. All ranks have had as many.
+        self._life = 1 + self._lives_of(rank)
+        self._store.set(f"who/{rank}", json.dumps({"pid": os.getpid(), "host": host_identity(), "life": self._life}))
         self._pids: dict[int, int | None] = {rank: None}
 
     def post(self, kind: Kind, topic: str, reason: str) -> None:
-        notice = Notice(self._rank, kind, topic, reason[:4000])
+        notice = Notice(self._rank, kind, topic, reason[:4000], self._life)
         self._store.set(f"notice/{self._rank}/{self._posted}", json.dumps(asdict(notice)))
         self._posted += 1
         self._store.set(f"notices/{self._rank}", str(self._posted))
@@ -77,7 +81,10 @@ class Board:
                 continue
             for number in range(int(self._store.get(f"notices/{rank}"))):
                 found.append(Notice(**json.loads(self._store.get(f"notice/{rank}/{number}"))))
-        return found
+        return [notice for notice in found if notice.life >= self._life]
+
+    def _lives_of(self, rank: int) -> int:
+        return int(json.loads(self._store.get(f"who/{rank}"))["life"]) if self._store.check([f"who/{rank}"]) else 0
 
     def dead_ranks(self) -> list[int]:
         """Ranks of this host whose process is gone. Those elsewhere cannot be looked at."""
@@ -94,15 +101,16 @@ class Board:
         return dead
 
     def try_put(self, key: str, value: bytes) -> None:
-        self._store.set(key, value)  # type: ignore[arg-type]
+        self._store.set(f"{self._life}/{key}", value)  # type: ignore[arg-type]
 
     def try_get(self, key: str) -> bytes | None:
+        key = f"{self._life}/{key}"
         return bytes(self._store.get(key)) if self._store.check([key]) else None
 
     def remove(self, key: str) -> None:
         """Forget a key; stores that cannot delete keep it, which costs a few bytes."""
         try:
-            self._store.delete_key(key)
+            self._store.delete_key(f"{self._life}/{key}")
         except RuntimeError:
             return
 

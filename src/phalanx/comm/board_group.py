@@ -144,7 +144,8 @@ class BoardGroup(Group):
         return None
 
     def check_notices(self, also: Collection[str] = ()) -> None:
-        self.check_alive()
+        if self._given_up_for is None:  # the board is of use where the communicator is not
+            self.check_alive()
         if self.board is None:
             return
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -38,6 +39,10 @@ _AVERAGING_BACKENDS = {"nccl", "phalanx", "xccl"}
 _SPARSE_BACKENDS = {"gloo", "phalanx"}
 _STREAM_BACKENDS = {"nccl", "xccl"}  # a wait only makes the current stream wait
 
+# How long a communicator's abort is waited for: it goes on by itself, but what comes then may need it.
+ABORTED_WITHIN_S = 1.0
+
+_given_up: set[C10dGroup] = set()  # those that use such a group later are to be told why it is of no use
 _adapters: weakref.WeakValueDictionary[int, C10dGroup] = weakref.WeakValueDictionary()
 _ledgers: weakref.WeakKeyDictionary[dist.ProcessGroup, Ledger] = weakref.WeakKeyDictionary()
 
@@ -78,7 +83,7 @@ class _C10dWork(Work):
         if self._on_stream:
             self._work.wait()
             if self._marks is not None:
-                self._group._mark(self._marks)
+                self._group.mark(self._marks)
             return
         began = time.monotonic()
         while True:
@@ -122,7 +127,7 @@ class C10dGroup(BoardGroup):
         self._sums = {kind: _all_reduce_options(op) for kind, op in _OPS.items()}
         self._has_aborted = False  # this rank, and not another
         self._queued: tuple[weakref.ref[Queued], ...] = ()  # another each time: another thread reads it
-        self._marks: dict[torch.device, lookout.OwnMark] = {}
+        self._marks: dict[torch.device, lookout.Marks] = {}
 
     @property
     def timeout_s(self) -> float:  # type: ignore[override]  # asked anew each time: `phalanx.set_timeout` may change it
@@ -155,19 +160,22 @@ class C10dGroup(BoardGroup):
         if self.size == 1 or device.type != "cuda" or not self.waits_on_streams(device):
             super().await_device(device)
             return
-        self._mark(device)  # if this raises, the device still waits, and whoever waits for it next
-        await_stream(device, self.check_notices)
+        try:
+            await_stream(device, self.check_notices)
+        except PhalanxError as error:  # the device still waits, and whoever waits for it next
+            self.give_up(error)
+            raise
         self.check_alive()
 
-    def _mark(self, device: torch.device) -> None:
-        """Have somebody look whether the device comes to the end of what is queued on its current stream."""
-        if device.type != "cuda":
+    def mark(self, device: torch.device) -> None:
+        if self.size == 1 or device.type != "cuda" or not self.waits_on_streams(device):
             return
-        mark = self._marks.get(device)
-        if mark is None:
-            mark = self._marks[device] = lookout.OwnMark(device)
-            self.watch(mark)
-        mark.queue(self.topics.union(*(undertaking.topics for undertaking in self.undertakings)))
+        if torch.cuda.is_current_stream_capturing():  # it would come with each replay, and not now
+            return
+        marks = self._marks.get(device)
+        if marks is None:
+            marks = self._marks[device] = lookout.Marks(device, self.watch)
+        marks.queue(self.topics.union(*(undertaking.topics for undertaking in self.undertakings)))
 
     def watch(self, queued: Queued) -> None:
         if self.size > 1:
@@ -190,33 +198,32 @@ class C10dGroup(BoardGroup):
 
     def give_up(self, cause: PhalanxError) -> None:
         """Abort the communicator of this rank, which waits in vain. Others find out by themselves, or are not concerned."""
-        logger.error("rank %d: what is queued on the device waits in vain, and is broken off: %s", self.rank, cause)
-        self._give_up_for(cause)
+        if not self._has_aborted and self.size > 1:
+            self._give_up_for(cause, f"what is queued on the device waits in vain, and is broken off: {cause}")
 
     def give_up_others(self) -> None:
         cause = self._given_up_for
         all_ranks = dist.get_process_group_ranks(self.process_group)
-        concerned = {all_ranks[rank] for rank in ranks_behind(cause)}
+        concerned = {all_ranks[rank] for rank in ranks_behind(cause) if rank < self.size}
+        if cause is None or not concerned:
+            return
         for other in list(distributed_c10d._world.pg_map):
             if other is self.process_group or not concerned.issubset(dist.get_process_group_ranks(other)):
                 continue
-            group = group_of(other)
-            if cause is not None and not group.is_given_up and accelerator_of(other) is not None:
-                logger.error(
-                    "rank %d: the device still waits, and so the group %s is given up, too", self.rank, group.name
-                )
-                group._give_up_for(cause)
+            said = f"the device waits on: group {other.group_name} is given up, too"
+            known = _adapters.get(id(other))  # none is made here: ranks make them alike
+            if known is None:
+                _abort(other, f"rank {self.rank}: {said}")
+            elif not known.is_given_up:
+                known._give_up_for(cause, said)
 
-    def _give_up_for(self, cause: PhalanxError) -> None:
+    def _give_up_for(self, cause: PhalanxError, said: str) -> None:
         self._given_up_for = copy.copy(cause).with_traceback(None)
         self._aborted = str(cause)
         self._has_aborted = True
-        backend = accelerator_of(self.process_group)
-        try:
-            if backend is not None:
-                backend.abort()
-        except RuntimeError as error:
-            logger.warning("rank %d could not abort the communicator of group %s: %s", self.rank, self.name, error)
+        _given_up.difference_update([group for group in _given_up if group.is_closed])
+        _given_up.add(self)
+        _abort(self.process_group, f"rank {self.rank}: {said}")
 
     # -- leaving -----------------------------------------------------------------------------------------------------
 
@@ -296,9 +303,7 @@ class C10dGroup(BoardGroup):
             work = start()
         except RuntimeError as error:
             raise self.explain(error, what) from error
-        return _C10dWork(
-            self, work, what, on_stream, marks=tensor.device if marks and on_stream and self.size > 1 else None
-        )
+        return _C10dWork(self, work, what, on_stream, marks=tensor.device if marks and on_stream else None)
 
     def _backend_for(self, tensor: torch.Tensor) -> str:
         return self._backends.get(tensor.device.type) or self._backends.get("", "unknown")
@@ -330,6 +335,27 @@ class C10dGroup(BoardGroup):
             device=values.device,
             check_invariants=False,
         ).coalesce()
+
+
+def _abort(process_group: dist.ProcessGroup, said: str) -> None:
+    """Abort the communicator of a process group, if it has one, and then log why.
+
+    In a thread of its own: it may wait for the device, which another communicator may keep from going on; and for the lock
+    of logging, which one who waits for the device may hold.
+    """
+    backend = accelerator_of(process_group)
+
+    def abort() -> None:
+        try:
+            if backend is not None:
+                backend.abort()
+        except RuntimeError as error:
+            logger.warning("could not abort the communicator of group %s: %s", process_group.group_name, error)
+        logger.error(said)
+
+    thread = threading.Thread(target=abort, name="phalanx-abort", daemon=True)
+    thread.start()
+    thread.join(ABORTED_WITHIN_S)
 
 
 def _all_reduce_options(op: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from phalanx.errors import CollectiveTimeoutError
+from phalanx.errors import CollectiveTimeoutError, PhalanxError
 
 ReduceKind = Literal["sum", "avg", "max", "min"]
 
@@ -102,6 +102,10 @@ class Queued(Protocol):
     def queued_topics(self) -> Iterable[str]:
         """As what its peers may have said that they fail in it."""
 
+    @property
+    def turn(self) -> int:
+        """Another number each time that something is queued."""
+
     def is_over(self) -> bool:
         """Asked by another thread, at any time: whether the device has come to its end."""
 
@@ -150,6 +154,14 @@ class Group(ABC):
         return None
 
     def unwatch(self, queued: Queued) -> None:
+        return None
+
+    def mark(self, device: torch.device) -> None:
+        """Likewise of all that is queued on a device's current stream now: somebody may wait for it before we do."""
+        return None
+
+    def give_up(self, cause: PhalanxError) -> None:
+        """What this rank has queued on a device will never be over: have it go on. The group is of no use afterwards."""
         return None
 
     @abstractmethod

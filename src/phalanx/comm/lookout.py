@@ -9,6 +9,9 @@ whatever is asked of the group from then on raises the cause.
     queued → (over: nothing to do) | not over → look at the board → a cause → the same a moment later → given up
            → still not over: what a communication hook has sent on another group, say → so are those with the same ranks
 
+Until a communicator is aborted the thread takes no lock that is not its own, also not that of logging: who waits for the
+device may hold it, as the text of a log record is made under it.
+
 Asking is reading a number in the host's memory that the device puts there (`Mark`). No call of CUDA: one in another thread
 may spoil the capture of a graph, or wait for a lock that is held by who waits for the device.
 """
@@ -23,7 +26,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -36,7 +40,8 @@ logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.25
 # Who has failed may have sent before what is waited for, and it is still on its way. Who is dead sends nothing any more.
 GRACE_S = 3.0
-GOES_ON_WITHIN_S = 1.0  # a device whose communicator was aborted
+GOES_ON_WITHIN_S = 3.0  # a device whose communicator was aborted, unless it has something else to do
+MOST_MARKS = 8  # to a device
 _NUMBERS = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
 
 
@@ -47,9 +52,12 @@ class Mark:
         """`number` is one in pinned memory. What comes to lie there is finite."""
         self._kept = number
         self._there = _NUMBERS[number.dtype].from_address(number.data_ptr())
+        self.turn = 0
+        """How often it was queued."""
 
     def clear(self) -> None:
         """Call before it is queued that the number comes."""
+        self.turn += 1
         self._there.value = math.nan
 
     def is_over(self) -> bool:
@@ -61,14 +69,36 @@ class OwnMark(Mark):
 
     def __init__(self, device: torch.device) -> None:
         self.queued_topics: Collection[str] = ()
-        self._zero = torch.zeros(1, device=device)
-        super().__init__(torch.zeros(1, device="cpu", pin_memory=device.type == "cuda"))
+        with torch.inference_mode(False):  # it is used outside of it, too
+            self._zero = torch.zeros(1, device=device)
+            number = torch.zeros(1, device="cpu", pin_memory=device.type == "cuda")
+        super().__init__(number)
 
     def queue(self, topics: Collection[str]) -> None:
         """It is over when the current stream has come so far."""
         self.queued_topics = topics
         self.clear()
         self._kept.copy_(self._zero, non_blocking=True)
+
+
+class Marks:
+    """Marks of one device. One that is still to come is not queued again: the device would come to the first, and seem to
+    have come to the last."""
+
+    def __init__(self, device: torch.device, watch: Callable[[OwnMark], None]) -> None:
+        self._device = device
+        self._watch = watch
+        self._made: list[OwnMark] = []
+
+    def queue(self, topics: Collection[str]) -> None:
+        free = next((mark for mark in self._made if mark.is_over()), None)
+        if free is None:
+            if len(self._made) == MOST_MARKS:
+                return  # those that are still to come are watched; when they are over, there is another time
+            free = OwnMark(self._device)
+            self._made.append(free)
+            self._watch(free)
+        free.queue(topics)
 
 
 class Watched(Protocol):
@@ -89,12 +119,21 @@ class Watched(Protocol):
         """Likewise, and for the same cause, other groups of ranks that are the cause."""
 
 
+@dataclass
+class _Finding:
+    """Why something may never be over, and since when the same is not."""
+
+    cause: PhalanxError
+    since: float
+    waited_for: list[tuple[int, int]]
+
+
 class Lookout:
     """The thread, and the groups that it looks after. It runs while there are any."""
 
     def __init__(self) -> None:
         self._groups: weakref.WeakSet[Watched] = weakref.WeakSet()
-        self._found: weakref.WeakKeyDictionary[Watched, tuple[float, PhalanxError]] = weakref.WeakKeyDictionary()
+        self._found: weakref.WeakKeyDictionary[Watched, _Finding] = weakref.WeakKeyDictionary()
         self._given_up: weakref.WeakKeyDictionary[Watched, float] = weakref.WeakKeyDictionary()
         self._changing = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -123,7 +162,7 @@ class Lookout:
             try:
                 self._look_at(group)
             except Exception as error:  # the others are still to be looked at
-                logger.warning("rank %d could not look after group %s: %s", group.rank, group.name, error)
+                logger.debug("rank %d could not look after group %s: %s", group.rank, group.name, error)
 
     def _run(self) -> None:
         while not self._ends.wait(LOOK_EVERY_S):
@@ -146,11 +185,16 @@ class Lookout:
         try:
             group.check_notices(also={topic for one in waited_for for topic in one.queued_topics})
         except PhalanxError as cause:
-            since, first = self._found.setdefault(group, (time.monotonic(), cause))
-            if group.is_beyond_doubt(first) or time.monotonic() - since > GRACE_S:
-                group.give_up(first)
+            self._consider(group, cause, [(id(one), one.turn) for one in waited_for])
         else:
             self._found.pop(group, None)
+
+    def _consider(self, group: Watched, cause: PhalanxError, waited_for: list[tuple[int, int]]) -> None:
+        found = self._found.get(group)
+        if found is None or found.waited_for != waited_for:  # while one step after the other is over, nothing is amiss
+            self._found[group] = _Finding(cause, time.monotonic(), waited_for)
+        elif group.is_beyond_doubt(found.cause) or time.monotonic() - found.since > GRACE_S:
+            group.give_up(found.cause)
 
     def _look_back_at(self, group: Watched, *, is_over: bool) -> None:
         """Nothing more is queued on it."""

@@ -156,7 +156,7 @@ def _agreed(carrier: C10dGroup, offer: _Offer, device: torch.device) -> list[_Of
     else:
         padded = torch.zeros(max(part[3] for part in headers), dtype=torch.uint8, device=device)
         padded[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8).to(device)
-        texts = [bytes(part.cpu().tolist()) for part in _all_gathered(carrier, padded)]
+        texts = [bytes(carrier.read(part)) for part in _all_gathered(carrier, padded)]
         everyone = [_Offer.decoded(text[: part[3]]) for text, part in zip(texts, headers, strict=True)]
     for rank, theirs in enumerate(everyone):
         if theirs.problem is not None:
@@ -186,6 +186,7 @@ def _gathered(carrier: C10dGroup, mine: torch.Tensor, counts: Sequence[int], dst
             dist.gather(padded, received if is_wanted else None, dst=dst, group=carrier.process_group)
         except RuntimeError as error:
             raise carrier.explain(error, "gather") from error
+    carrier.mark(padded.device)
     return torch.cat([part[:count] for part, count in zip(received, counts, strict=True)]) if is_wanted else None
 
 

@@ -55,6 +55,7 @@ def average_parameters(params: Parameters, group: C10dGroup, *, setting: str, pi
                 _finish(*started.popleft())
         while started:
             _finish(*started.popleft())
+        group.mark(flat.device)
 
 
 def _listed(params: Parameters) -> list[nn.Parameter]:

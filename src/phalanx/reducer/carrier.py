@@ -136,6 +136,7 @@ class Carrier:
             for slot, count in zip(slots, self.group.read(used), strict=True):
                 if count:
                     self._reduce_one(slot, share)
+            self.group.mark(used.device)
 
     def _reduce_one(self, slot: ParameterSlot, share: float) -> None:
         gradient = slot.gradient

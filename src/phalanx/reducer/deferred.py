@@ -38,6 +38,10 @@ class DeferredReport:
         if self._copied is not None:  # in that device's stream: the current device may be another
             self._copied.record(stream_object(tensor.device))
 
+    @property
+    def turn(self) -> int:
+        return self._last.turn
+
     def is_over(self) -> bool:
         """Whether the numbers are there. Asked by any thread."""
         return self._last.is_over()

@@ -117,13 +117,22 @@ class Telling(BreakingOff):
 
     def _await(self, report: DeferredReport) -> None:
         """Return when the last step's report is there, or raise why it never will be."""
-        report.wait(lambda: self.group.check_notices(also=self.last_topics))
+        try:
+            report.wait(lambda: self.group.check_notices(also=self.last_topics))
+        except PhalanxError as error:  # the device still waits, and whoever waits for it next
+            self.group.give_up(error)
+            raise
         self.group.check_alive()  # if it was given up, that is why the device came to its end
 
     @property
     def queued_topics(self) -> tuple[str, ...]:
         """The steps that the device may be in, if it has not come to the end of the last one."""
         return *self.topics, *self.last_topics
+
+    @property
+    def turn(self) -> int:
+        queued = self._reports.queued
+        return 0 if queued is None else queued.turn
 
     def is_over(self) -> bool:
         """Whether the device has come to the end of the last step, as far as it was queued without waiting for it."""
