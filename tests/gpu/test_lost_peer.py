@@ -54,10 +54,6 @@ def ddp(model: nn.Module) -> nn.Module:
     return px.DistributedDataParallel(model, device_ids=device_ids())
 
 
-class Met(Exception):
-    """What a rank that goes on has met, and how long it took."""
-
-
 def train(model: nn.Module, *, steps: int, rank: int, begin: Callable[[int], None] = lambda step: None) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step in range(steps):
@@ -98,13 +94,18 @@ def meets(kind: type[PhalanxError], *said: str, train: Callable[[], None]) -> No
 # -- what happens: each runs in ranks of its own -----------------------------------------------------------------------
 
 
-def killed_in_forward(rank: int, wrap: Wrap, make: Callable[[], nn.Module]) -> None:
-    """Without a word."""
+def survivor(rank: int, wrap: Wrap, make: Callable[[], nn.Module]) -> nn.Module:
+    """The model of the rank that goes on, when the other was killed without a word and it was told."""
     model = wrap(make())
     train(model, steps=LEARNT, rank=rank)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     meets(PeerLostError, "rank 1", train=lambda: train(model, steps=3, rank=rank))
+    return model
+
+
+def killed_in_forward(rank: int, wrap: Wrap, make: Callable[[], nn.Module]) -> None:
+    survivor(rank, wrap, make)
     torch.cuda.synchronize()  # the device goes on
     px.shutdown()
 
@@ -234,12 +235,7 @@ def casts_alone(rank: int, wrap: Wrap, make: Callable[[], nn.Module]) -> None:
 
 def goes_on_alone(rank: int, wrap: Wrap, make: Callable[[], nn.Module]) -> None:
     """The survivor leaves the job, and trains on by itself."""
-    model = wrap(make())
-    train(model, steps=LEARNT, rank=rank)
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    meets(PeerLostError, "rank 1", train=lambda: train(model, steps=3, rank=rank))
-    model = px.unreplicate(model)
+    model = px.unreplicate(survivor(rank, wrap, make))
     px.shutdown()
     for name in ("RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)
@@ -251,7 +247,6 @@ def goes_on_alone(rank: int, wrap: Wrap, make: Callable[[], nn.Module]) -> None:
 # -- running -----------------------------------------------------------------------------------------------------------
 
 Story = Callable[[int, Wrap, Callable[[], nn.Module]], None]
-TELLERS = {"replicate": replicated, "ddp": ddp}
 
 
 def _rank(rank: int, backend: str, folder: str, story: Story, wrap: Wrap, make: Callable[[], nn.Module]) -> None:

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -103,18 +104,24 @@ def test_what_takes_long_is_waited_for_as_long_as_nobody_is_missing() -> None:
     assert group.cause is None
 
 
-def test_a_rank_that_left_may_have_sent_before() -> None:
+def test_a_rank_that_left_may_have_sent_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(lookout, "time", SimpleNamespace(monotonic=lambda: clock.now))
     group = Group(Step(), says=lost)
     looks = watching(group)
     looks.look()
     assert group.cause is None
     group.steps[0].over = True
     looks.look()
-    time.sleep(0.06)  # the time that a later one is given does not count from here
+    clock.now = 0.06  # the time that a later one is given does not count from the beginning
     group.steps[0].over = False
     looks.look()
+    clock.now = 0.1
+    looks.look()
     assert group.cause is None
-    look_on(looks, until=lambda: group.cause is not None)
+    clock.now = 0.12
+    looks.look()
+    assert group.cause is not None
 
 
 def test_the_first_cause_is_the_one_that_counts() -> None:
@@ -150,26 +157,25 @@ def test_one_step_after_the_other_is_over_though_never_when_somebody_looks() -> 
     look_on(looks, until=lambda: group.cause is not None)
 
 
-def test_a_device_that_goes_on_is_let_be() -> None:
+def given_up() -> tuple[Group, Lookout]:
+    """A group whose peer is dead, and who has found it out."""
     group = Group(Step(), says=lost)
     group.gone = {1}
     looks = watching(group)
-    looks.look()
-    looks.look()
-    looks.look()
-    assert group.cause is not None
+    look_on(looks, until=lambda: group.cause is not None)
+    return group, looks
+
+
+def test_a_device_that_goes_on_is_let_be() -> None:
+    group, looks = given_up()
     group.steps[0].over = True
     look_on(looks, until=lambda: not looks._groups)
     assert not group.num_others
 
 
 def test_a_device_that_waits_on_waits_for_what_was_sent_on_another_group() -> None:
-    group = Group(Step(), says=lost)
-    group.gone = {1}
-    looks = watching(group)
-    looks.look()
-    looks.look()
-    assert group.cause is not None and not group.num_others
+    group, looks = given_up()
+    assert not group.num_others
     look_on(looks, until=lambda: not looks._groups)
     looks.look()
     assert group.num_others == 1

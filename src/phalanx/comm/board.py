@@ -62,6 +62,7 @@ class Board:
         # The store may outlive a job that is shut down and begun anew in the same processes, and give it the same keys. All
         # that was said in an earlier life means nothing any more. All ranks have had as many.
         self._life = 1 + self._lives_of(rank)
+        self._letters = dist.PrefixStore(str(self._life), self._store)
         self._store.set(f"who/{rank}", json.dumps({"pid": os.getpid(), "host": host_identity(), "life": self._life}))
         self._pids: dict[int, int | None] = {rank: None}
 
@@ -101,16 +102,15 @@ class Board:
         return dead
 
     def try_put(self, key: str, value: bytes) -> None:
-        self._store.set(f"{self._life}/{key}", value)  # type: ignore[arg-type]
+        self._letters.set(key, value)  # type: ignore[arg-type]
 
     def try_get(self, key: str) -> bytes | None:
-        key = f"{self._life}/{key}"
-        return bytes(self._store.get(key)) if self._store.check([key]) else None
+        return bytes(self._letters.get(key)) if self._letters.check([key]) else None
 
     def remove(self, key: str) -> None:
         """Forget a key; stores that cannot delete keep it, which costs a few bytes."""
         try:
-            self._store.delete_key(f"{self._life}/{key}")
+            self._letters.delete_key(key)
         except RuntimeError:
             return
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import logging
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -13,18 +10,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
-from phalanx.comm import lookout
 from phalanx.comm.board import Board
-from phalanx.comm.board_group import BoardGroup, Ledger
-from phalanx.comm.device_wait import await_stream
+from phalanx.comm.board_group import Ledger
+from phalanx.comm.device_group import DeviceGroup
 from phalanx.comm.farewell import say_farewell_on
-from phalanx.comm.group import DoneWork, Queued, ReduceKind, Work
-from phalanx.comm.process_groups import accelerator_of, backends_of, store_of, timeout_of
-from phalanx.errors import CollectiveTimeoutError, PhalanxError, ranks_behind
-
-logger = logging.getLogger(__name__)
+from phalanx.comm.group import DoneWork, ReduceKind, Work
+from phalanx.comm.process_groups import backends_of, store_of, timeout_of
+from phalanx.errors import CollectiveTimeoutError
 
 # How long a wait goes on before it looks at the board, and again. A collective that ends wakes the waiter at once.
 LOOK_EVERY_S = 0.2
@@ -39,10 +32,6 @@ _AVERAGING_BACKENDS = {"nccl", "phalanx", "xccl"}
 _SPARSE_BACKENDS = {"gloo", "phalanx"}
 _STREAM_BACKENDS = {"nccl", "xccl"}  # a wait only makes the current stream wait
 
-# How long a communicator's abort is waited for: it goes on by itself, but what comes then may need it.
-ABORTED_WITHIN_S = 1.0
-
-_given_up: set[C10dGroup] = set()  # those that use such a group later are to be told why it is of no use
 _adapters: weakref.WeakValueDictionary[int, C10dGroup] = weakref.WeakValueDictionary()
 _ledgers: weakref.WeakKeyDictionary[dist.ProcessGroup, Ledger] = weakref.WeakKeyDictionary()
 
@@ -60,10 +49,15 @@ def _ledger_of(process_group: dist.ProcessGroup) -> Ledger:
 
 def group_of(process_group: dist.ProcessGroup) -> C10dGroup:
     """The one adapter of a process group: its board and its notices are shared by everything that uses the group."""
-    found = _adapters.get(id(process_group))
-    if found is None or found.process_group is not process_group:
+    found = _known_adapter(process_group)
+    if found is None:
         found = _adapters[id(process_group)] = C10dGroup(process_group)
     return found
+
+
+def _known_adapter(process_group: dist.ProcessGroup) -> C10dGroup | None:
+    found = _adapters.get(id(process_group))
+    return found if found is not None and found.process_group is process_group else None
 
 
 class _C10dWork(Work):
@@ -109,25 +103,16 @@ class _C10dWork(Work):
             raise self._group.explain(error, self._what) from error
 
 
-class C10dGroup(BoardGroup):
+class C10dGroup(DeviceGroup):
     """A thin adapter: starts collectives on the process group, and turns its failures into causes."""
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
-        super().__init__(
-            _ledger_of(process_group),
-            rank=process_group.rank(),
-            size=process_group.size(),
-            name=process_group.group_name,
-        )
-        self.process_group = process_group
+        super().__init__(_ledger_of(process_group), process_group)
         self._backends = backends_of(process_group)
         if "phalanx" in self._backends.values():  # which hands CUDA tensors to NCCL, and returns NCCL's works
             self._backends["cuda"] = "nccl"
         self.averages = set(self._backends.values()) <= _AVERAGING_BACKENDS
         self._sums = {kind: _all_reduce_options(op) for kind, op in _OPS.items()}
-        self._has_aborted = False  # this rank, and not another
-        self._queued: tuple[weakref.ref[Queued], ...] = ()  # another each time: another thread reads it
-        self._marks: dict[torch.device, lookout.Marks] = {}
 
     @property
     def timeout_s(self) -> float:  # type: ignore[override]  # asked anew each time: `phalanx.set_timeout` may change it
@@ -146,84 +131,11 @@ class C10dGroup(BoardGroup):
             "carries both"
         )
 
+    def adapter_of(self, process_group: dist.ProcessGroup) -> C10dGroup | None:
+        return _known_adapter(process_group)
+
     def waits_on_streams(self, device: torch.device) -> bool:
         return (self._backends.get(device.type) or self._backends.get("")) in _STREAM_BACKENDS
-
-    def read(self, tensor: torch.Tensor) -> list[Any]:
-        if tensor.is_cuda:
-            self.await_device(tensor.device)
-        return super().read(tensor)
-
-    # -- a device that waits in vain -------------------------------------------------------------------------------
-
-    def await_device(self, device: torch.device) -> None:
-        if self.size == 1 or device.type != "cuda" or not self.waits_on_streams(device):
-            super().await_device(device)
-            return
-        try:
-            await_stream(device, self.check_notices)
-        except PhalanxError as error:  # the device still waits, and whoever waits for it next
-            self.give_up(error)
-            raise
-        self.check_alive()
-
-    def mark(self, device: torch.device) -> None:
-        if self.size == 1 or device.type != "cuda" or not self.waits_on_streams(device):
-            return
-        if torch.cuda.is_current_stream_capturing():  # it would come with each replay, and not now
-            return
-        marks = self._marks.get(device)
-        if marks is None:
-            marks = self._marks[device] = lookout.Marks(device, self.watch)
-        marks.queue(self.topics.union(*(undertaking.topics for undertaking in self.undertakings)))
-
-    def watch(self, queued: Queued) -> None:
-        if self.size > 1:
-            self._queued = (*(ref for ref in self._queued if ref() not in (None, queued)), weakref.ref(queued))
-            lookout.watch(self)
-
-    def unwatch(self, queued: Queued) -> None:
-        self._queued = tuple(ref for ref in self._queued if ref() not in (None, queued))
-
-    def queued(self) -> list[Queued]:
-        return [queued for ref in self._queued if (queued := ref()) is not None]
-
-    @property
-    def is_given_up(self) -> bool:
-        return self._has_aborted
-
-    @property
-    def is_closed(self) -> bool:
-        return self.process_group not in distributed_c10d._world.pg_map
-
-    def give_up(self, cause: PhalanxError) -> None:
-        """Abort the communicator of this rank, which waits in vain. Others find out by themselves, or are not concerned."""
-        if not self._has_aborted and self.size > 1:
-            self._give_up_for(cause, f"what is queued on the device waits in vain, and is broken off: {cause}")
-
-    def give_up_others(self) -> None:
-        cause = self._given_up_for
-        all_ranks = dist.get_process_group_ranks(self.process_group)
-        concerned = {all_ranks[rank] for rank in ranks_behind(cause) if rank < self.size}
-        if cause is None or not concerned:
-            return
-        for other in list(distributed_c10d._world.pg_map):
-            if other is self.process_group or not concerned.issubset(dist.get_process_group_ranks(other)):
-                continue
-            said = f"the device waits on: group {other.group_name} is given up, too"
-            known = _adapters.get(id(other))  # none is made here: ranks make them alike
-            if known is None:
-                _abort(other, f"rank {self.rank}: {said}")
-            elif not known.is_given_up:
-                known._give_up_for(cause, said)
-
-    def _give_up_for(self, cause: PhalanxError, said: str) -> None:
-        self._given_up_for = copy.copy(cause).with_traceback(None)
-        self._aborted = str(cause)
-        self._has_aborted = True
-        _given_up.difference_update([group for group in _given_up if group.is_closed])
-        _given_up.add(self)
-        _abort(self.process_group, f"rank {self.rank}: {said}")
 
     # -- leaving -----------------------------------------------------------------------------------------------------
 
@@ -303,7 +215,7 @@ class C10dGroup(BoardGroup):
             work = start()
         except RuntimeError as error:
             raise self.explain(error, what) from error
-        return _C10dWork(self, work, what, on_stream, marks=tensor.device if marks and on_stream else None)
+        return _C10dWork(self, work, what, on_stream, marks=tensor.device if marks else None)
 
     def _backend_for(self, tensor: torch.Tensor) -> str:
         return self._backends.get(tensor.device.type) or self._backends.get("", "unknown")
@@ -335,27 +247,6 @@ class C10dGroup(BoardGroup):
             device=values.device,
             check_invariants=False,
         ).coalesce()
-
-
-def _abort(process_group: dist.ProcessGroup, said: str) -> None:
-    """Abort the communicator of a process group, if it has one, and then log why.
-
-    In a thread of its own: it may wait for the device, which another communicator may keep from going on; and for the lock
-    of logging, which one who waits for the device may hold.
-    """
-    backend = accelerator_of(process_group)
-
-    def abort() -> None:
-        try:
-            if backend is not None:
-                backend.abort()
-        except RuntimeError as error:
-            logger.warning("could not abort the communicator of group %s: %s", process_group.group_name, error)
-        logger.error(said)
-
-    thread = threading.Thread(target=abort, name="phalanx-abort", daemon=True)
-    thread.start()
-    thread.join(ABORTED_WITHIN_S)
 
 
 def _all_reduce_options(op: Any) -> Any:

@@ -55,3 +55,13 @@ def await_stream(device: torch.device, look: Callable[[], None]) -> None:
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
     await_event(event, look)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured: nothing may be read from the device, and what is queued is only noted."""
+    if device.type != "cuda":
+        return False
+    if device.index == torch.cuda.current_device():  # torch asks the current device alone
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()

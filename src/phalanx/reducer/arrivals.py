@@ -15,6 +15,7 @@ from typing import NoReturn, Protocol
 import torch
 
 from phalanx import events
+from phalanx.comm.device_wait import is_capturing
 from phalanx.errors import ReducerStateError
 from phalanx.reducer import grad_hooks, refusals
 from phalanx.reducer.bucket import Bucket, ParameterSlot
@@ -25,7 +26,7 @@ from phalanx.reducer.options import Placement, ReducerOptions, ReducerStats
 from phalanx.reducer.planner import Planner
 from phalanx.reducer.roll_call import RollCall
 from phalanx.reducer.runs import Run
-from phalanx.reducer.streams import HOME, current_stream, is_capturing
+from phalanx.reducer.streams import HOME, current_stream
 
 MIN_ROLLED = 2
 MAX_PATIENCE = 1024

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from phalanx.comm.device_wait import is_capturing
 from phalanx.comm.group import Group
 from phalanx.errors import PeerFailedError, PhalanxError, ReducerStateError
 from phalanx.reducer.deferred import DeferredReport
 from phalanx.reducer.layout import Layout
-from phalanx.reducer.streams import is_capturing
 from phalanx.reducer.unused import Flag, Report
 from phalanx.reducer.weights import wrong_weights
 

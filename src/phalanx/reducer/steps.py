@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from phalanx import events
+from phalanx.comm.device_wait import is_capturing
 from phalanx.comm.group import Group, Work
 from phalanx.errors import PeerFailedError, PhalanxError
 from phalanx.reducer.arrivals import Arrivals, Mode
@@ -30,7 +31,6 @@ from phalanx.reducer.planner import Named, Planner
 from phalanx.reducer.reports import Reports
 from phalanx.reducer.spans import StepSpans
 from phalanx.reducer.standing import AGREE_WITHIN_S, Standing
-from phalanx.reducer.streams import is_capturing
 from phalanx.reducer.telling import Telling
 from phalanx.reducer.unused import Flag, Report
 from phalanx.reducer.verify import TensorEntry, verify_same

@@ -26,16 +26,6 @@ def stream_object(device: torch.device) -> torch.cuda.Stream:
 _objects: dict[tuple[int | None, int], torch.cuda.Stream] = {}
 
 
-def is_capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured: nothing may be read from the device, and what is queued is only noted."""
-    if device.type != "cuda":
-        return False
-    if device.index == torch.cuda.current_device():  # torch asks the current device alone
-        return torch.cuda.is_current_stream_capturing()
-    with torch.cuda.device(device):
-        return torch.cuda.is_current_stream_capturing()
-
-
 HOME = -1
 """In place of a stream's number: that in which the first gradient of a pass comes. It may be another in every pass."""
 

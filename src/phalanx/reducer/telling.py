@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable
 from typing import NoReturn
 
+from phalanx.comm.device_wait import is_capturing
 from phalanx.errors import PeerFailedError, PhalanxError, ReducerStateError
 from phalanx.reducer import refusals
 from phalanx.reducer.breaking_off import BreakingOff
@@ -16,7 +17,6 @@ from phalanx.reducer.deferred import DeferredReport
 from phalanx.reducer.intake import Intake
 from phalanx.reducer.layout import Layout
 from phalanx.reducer.reports import Reports
-from phalanx.reducer.streams import is_capturing
 from phalanx.reducer.unused import Flag, Report
 from phalanx.reducer.weights import wrong_weights
 

@@ -90,7 +90,7 @@ def test_whether_a_graph_is_captured_is_asked_of_the_device_in_question(monkeypa
     monkeypatch.setattr(torch.cuda, "device", Device)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: made.current)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: made.current == 1)
-    assert not streams.is_capturing(torch.device("cuda", 0))
-    assert streams.is_capturing(torch.device("cuda", 1))
+    assert not device_wait.is_capturing(torch.device("cuda", 0))
+    assert device_wait.is_capturing(torch.device("cuda", 1))
     assert made.current == 0
-    assert not streams.is_capturing(torch.device("cpu"))
+    assert not device_wait.is_capturing(torch.device("cpu"))
