@@ -3,17 +3,19 @@
     PYTHONPATH=src python benchmarks/gpu_step.py --json FILE
 
 NCCL at world size 1: what is measured is the reducer's own cost, on the host and in copies, with the collectives called
-as in a larger world. (`replicate` alone would skip them; here it does not, as torch's DDP does not. The rows "skips" show
-what it really costs alone.) Variants take turns within a round, in random order; overheads are differences within a round.
-A turn is one step that is not timed, so that what the others have driven out of the caches comes back, and then some steps
-in a row, as in training, after which the device is waited for. The process stays on one core, the quietest there is: where
-a machine is shared, two cores may differ by more than what is measured (`--all-cores` lets it run anywhere). Several NCCL
-ranks one GPU cannot show.
+as in a larger world. (`replicate` alone would skip them; here it does not, as torch's DDP does not. `--alone` shows, in
+rows "skips", what it really costs alone.) Variants take turns within a round, in random order; overheads are differences
+within a round. A turn is one step that is not timed, so that what the others have driven out of the caches comes back, and
+then some steps in a row, as in training, after which the device is waited for. The process stays on one core, the quietest
+there is: where a machine is shared, two cores may differ by more than what is measured (`--all-cores` allows all).
+How fast a variant is depends on where in memory its objects come to lie, so all are made anew some times; ratios by place
+are shown, too. Several NCCL ranks one GPU cannot show.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import json
 import os
@@ -21,7 +23,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -41,7 +43,7 @@ import phalanx as px
 from phalanx.api.replica import replica_of
 
 TURN_MS = 50.0
-SHARES = {"linears": 1.5, "small": 2.5}  # a step takes longer: more time for as many rounds
+SHARES = {"gpt": 1.5, "linears": 2.0, "small": 2.0}  # what is measured is little beside the step, or the step is long
 TorchDDP = torch.nn.parallel.DistributedDataParallel
 
 
@@ -80,15 +82,18 @@ VARIANTS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "our DDP": _ddp,
     "skips": px.replicate,
 }
+TORCHS = ("torch", "torch plain")
+NUM_PLACES = 6
+ROUNDS_TO_DROP = 12
 
 
 class Trainer:
     """One variant of a task, step by step, in the same place in memory all along."""
 
-    def __init__(self, task: GpuTask, wrap: Callable[[nn.Module], nn.Module]) -> None:
-        torch.manual_seed(0)
+    def __init__(self, task: GpuTask, model: nn.Module, wrap: Callable[[nn.Module], nn.Module]) -> None:
+        """With a copy of `model`, which lies on the CPU."""
         self.task = task
-        self.module = wrap(task.make().cuda())
+        self.module = wrap(copy.deepcopy(model).cuda())
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=1e-4, foreach=True)
 
     def step(self) -> None:
@@ -110,7 +115,7 @@ def _peak_mib(name: str, variant: str) -> float:
     _start(port=29578 + random.randrange(20000))
     task = TASKS[name]()
     held = torch.cuda.memory_allocated()
-    trainer = Trainer(task, VARIANTS[variant])
+    trainer = Trainer(task, task.make(), VARIANTS[variant])
     trainer.timed(5)
     torch.cuda.reset_peak_memory_stats()
     trainer.timed(2)
@@ -119,70 +124,94 @@ def _peak_mib(name: str, variant: str) -> float:
     return peak
 
 
-def measure_memory(names: list[str]) -> dict[str, dict[str, float]]:
+def measure_memory(names: list[str], variants: list[str]) -> dict[str, dict[str, float]]:
     with ProcessPoolExecutor(max_workers=6, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
-        asked = {(name, variant): pool.submit(_peak_mib, name, variant) for name in names for variant in VARIANTS}
-        return {name: {variant: asked[name, variant].result() for variant in VARIANTS} for name in names}
+        asked = {(name, variant): pool.submit(_peak_mib, name, variant) for name in names for variant in variants}
+        return {name: {variant: asked[name, variant].result() for variant in variants} for name in names}
 
 
 class Turns:
     """Variants that take turns; what each took per step, by round."""
 
-    def __init__(self, trainers: dict[str, Trainer]) -> None:
-        self.trainers = trainers
-        self.times: dict[str, list[float]] = {variant: [] for variant in trainers}
-        one = statistics.median(trainers["bare"].timed(1) for _ in range(3))
-        self.num_steps = max(1, min(8, round(TURN_MS / one)))
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = list(names)
+        self.times: dict[str, list[float]] = {name: [] for name in names}
+        self.num_steps = 0
 
-    def take(self) -> None:
+    def take(self, trainers: dict[str, Trainer]) -> None:
         """One round."""
-        for variant in random.sample(list(self.trainers), len(self.trainers)):
-            self.trainers[variant].timed(1)
-            self.times[variant].append(self.trainers[variant].timed(self.num_steps))
+        if not self.num_steps:
+            one = statistics.median(trainers["bare"].timed(1) for _ in range(3))
+            self.num_steps = max(1, min(8, round(TURN_MS / one)))
+        for name in random.sample(self.names, len(self.names)):
+            trainers[name].timed(1)
+            self.times[name].append(trainers[name].timed(self.num_steps))
         gc.collect()  # its pauses would be longer than what is measured
 
-    def drop(self, variant: str) -> None:
-        """Go on without it."""
-        del self.trainers[variant], self.times[variant]
+    def drop_the_slower(self, one: str, other: str) -> None:
+        """Of two, go on without one that has hardly ever been the faster."""
+        if not {one, other} <= set(self.names) or len(self.times[one]) < ROUNDS_TO_DROP:
+            return
+        won = sum(a < b for a, b in zip(self.times[one], self.times[other], strict=True))
+        lost = len(self.times[one]) - won
+        if min(won, lost) <= max(won, lost) / 10:
+            self.names.remove(one if won < lost else other)
 
 
-def measure(name: str, *, seconds: float) -> dict[str, Any]:
+def measure(name: str, variants: list[str], *, seconds: float) -> dict[str, Any]:
     task = TASKS[name]()
-    turns = Turns({variant: Trainer(task, wrap) for variant, wrap in VARIANTS.items()})
-    for trainer in turns.trainers.values():
-        trainer.timed(6)
-    gc.collect()
-    gc.disable()
-    for _ in range(3):
-        turns.take()
-    medians = {variant: statistics.median(values) for variant, values in turns.times.items()}
-    best, worse = sorted(("torch", "torch plain"), key=lambda variant: medians[variant])
-    turns.drop(worse)
-    turns.times = {variant: [] for variant in turns.times}
-    began, num_rounds = time.perf_counter(), 0
-    while num_rounds < 3 or time.perf_counter() - began < seconds:
-        num_rounds += 1
-        turns.take()
-    gc.enable()
-    times = turns.times
-    result: dict[str, Any] = {
+    model = task.make()
+    turns, began_at = Turns(variants), []
+    for _ in range(NUM_PLACES):
+        trainers = {variant: Trainer(task, model, VARIANTS[variant]) for variant in turns.names}
+        for trainer in trainers.values():
+            trainer.timed(6)
+        gc.collect()
+        gc.disable()
+        began_at.append(len(turns.times["bare"]))
+        until = time.perf_counter() + seconds / NUM_PLACES
+        while len(turns.times["bare"]) < began_at[-1] + 3 or time.perf_counter() < until:
+            turns.take(trainers)
+            turns.drop_the_slower(*TORCHS)
+        gc.enable()
+        del trainers, trainer
+        gc.collect()
+    return _summary(turns, began_at) | {
         "model": name,
         "about": task.about,
-        "num_parameters": sum(1 for _ in task.make().parameters()),
-        "best": best,
-        "other": {worse: medians[worse]},
-        "rounds": num_rounds,
-        "steps per turn": turns.num_steps,
-        "ms": {variant: vars(spread(values)) for variant, values in times.items()},
-        "overhead": {},
+        "num_parameters": sum(1 for _ in model.parameters()),
     }
-    extra = {variant: [a - b for a, b in zip(times[variant], times["bare"], strict=True)] for variant in times}
-    for variant in times:
-        result["overhead"][variant] = {
-            "ms": vars(spread(extra[variant])),
-            "of torch's": vars(ratio_of_medians(extra[variant], extra[best])),
-        }
-    return result
+
+
+def _summary(turns: Turns, began_at: list[int]) -> dict[str, Any]:
+    """Of all rounds; `began_at` says which were the first with the trainers in another place."""
+    times = turns.times
+    best = min(
+        (variant for variant in TORCHS if variant in turns.names), key=lambda name: statistics.median(times[name])
+    )
+    (other,) = (variant for variant in TORCHS if variant != best)
+    shown = {variant: values for variant, values in times.items() if variant != other}
+    extra = {variant: [a - b for a, b in zip(shown[variant], times["bare"], strict=True)] for variant in shown}
+    places = [slice(first, last) for first, last in zip(began_at, [*began_at[1:], None], strict=True)]
+
+    def ratio_in(place: slice, variant: str) -> float:
+        return statistics.median(extra[variant][place]) / statistics.median(extra[best][place])
+
+    return {
+        "best": best,
+        "other": {other: statistics.median(times[other])},
+        "rounds": len(times["bare"]),
+        "steps per turn": turns.num_steps,
+        "ms": {variant: vars(spread(values)) for variant, values in shown.items()},
+        "overhead": {
+            variant: {
+                "ms": vars(spread(values)),
+                "of torch's": vars(ratio_of_medians(values, extra[best])),
+                "of torch's, by place": [ratio_in(place, variant) for place in places],
+            }
+            for variant, values in extra.items()
+        },
+    }
 
 
 def show(result: dict[str, Any]) -> None:
@@ -192,13 +221,15 @@ def show(result: dict[str, Any]) -> None:
         f"\n{result['about']}, {result['num_parameters']} parameters, {turns}; torch's best: {result['best']} ({other})"
     )
     for variant, value in result["ms"].items():
-        extra, ratio = result["overhead"][variant]["ms"], result["overhead"][variant]["of torch's"]
+        overhead = result["overhead"][variant]
+        extra, ratio, ratio_by_place = overhead["ms"], overhead["of torch's"], overhead["of torch's, by place"]
         adds = f"{extra['median']:7.2f} [{extra['low']:.2f}, {extra['high']:.2f}]"
         line = f"  {variant:12} {value['median']:8.2f} ms  adds {adds}"
         if "peak MiB" in result:
             line += f"  peak {result['peak MiB'][variant]:8.2f} MiB"
         if variant not in ("bare", result["best"]):
-            line += f"   {ratio['median']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}] of torch's"
+            by_place = ", ".join(f"{one:.2f}" for one in ratio_by_place)
+            line += f"   {ratio['median']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}] of torch's ({by_place})"
         print(line)
     sys.stdout.flush()
 
@@ -217,29 +248,31 @@ def main() -> None:
     parser.add_argument("--all-cores", action="store_true", help="do not stay on the quietest core")
     parser.add_argument("--without-memory", action="store_true", help="do not measure peak memory")
     parser.add_argument("--quick", action="store_true", help="few rounds: that it runs, not what it measures")
+    parser.add_argument("--alone", action="store_true", help="also `replicate` as it is alone, without collectives")
     arguments = parser.parse_args()
+    variants = [variant for variant in VARIANTS if arguments.alone or variant != "skips"]
     if not torch.cuda.is_available():
         print("this benchmark needs a GPU: nothing measured")
         return
     names = arguments.models.split(",")
-    peaks = {} if arguments.quick or arguments.without_memory else measure_memory(names)
+    peaks = {} if arguments.quick or arguments.without_memory else measure_memory(names, variants)
     _start(port=29577)
     results = []
     for name in names:
         if not arguments.all_cores:
             use_all_cores()
             stay_on_the_quietest_core()
-        result = measure(name, seconds=1.0 if arguments.quick else arguments.seconds * SHARES.get(name, 1.0))
+        result = measure(name, variants, seconds=1.0 if arguments.quick else arguments.seconds * SHARES.get(name, 1.0))
         results.append({**result, "peak MiB": peaks[name]} if peaks else result)
         show(results[-1])
         torch.cuda.empty_cache()
-    if arguments.json:
-        about = {
-            "device": torch.cuda.get_device_name(0),
-            "torch": torch.__version__,
-            "cores": "all" if arguments.all_cores else "the quietest",
-        }
-        arguments.json.write_text(json.dumps({**about, "results": results}, indent=1))
+        if arguments.json:  # each time: the machine may be taken away
+            about = {
+                "device": torch.cuda.get_device_name(0),
+                "torch": torch.__version__,
+                "cores": "all" if arguments.all_cores else "the quietest",
+            }
+            arguments.json.write_text(json.dumps({**about, "results": results}, indent=1))
     dist.destroy_process_group()
 
 

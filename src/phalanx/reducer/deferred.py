@@ -4,17 +4,20 @@ On the CPU a reduced bucket can be looked at as soon as it was waited for. On a 
 the device comes to them, and looking at them would stop the host until then, in every step. Nearly always they say
 what this rank expects: that all went well, everywhere. So a rank with nothing unusual to tell goes on as if it had read
 that, has the numbers copied to the host behind the reduction, and reads them before its next step sends anything.
+
+Whether they are there the numbers say themselves: until one comes, what lies in its place is none. An event would say it,
+too, but recording one and asking for it are calls of CUDA in every step.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 
 import torch
 
 from phalanx.comm.device_wait import await_event
 from phalanx.comm.lookout import Mark
-from phalanx.reducer.streams import stream_object
 from phalanx.reducer.unused import ControlBlock, Report
 
 
@@ -25,7 +28,7 @@ class DeferredReport:
         self._control = control
         self._on_device = tensor.device.type == "cuda"
         self._numbers = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu", pin_memory=self._on_device)
-        self._copied = torch.cuda.Event() if self._on_device else None
+        self._address, self._num_bytes = self._numbers.data_ptr(), self._numbers.nbytes
         self._last = Mark(self._numbers[-1:])
         self._averaged = False
         self._num_written = 0
@@ -33,10 +36,9 @@ class DeferredReport:
     def start(self, tensor: torch.Tensor, *, averaged: bool) -> None:
         """Copy behind what is queued on the current stream."""
         self._averaged, self._num_written = averaged, self._control.num_written
+        ctypes.memset(self._address, 0xFF, self._num_bytes)  # each is no number until one comes
         self._last.clear()
         self._numbers.copy_(tensor, non_blocking=self._on_device)
-        if self._copied is not None:  # in that device's stream: the current device may be another
-            self._copied.record(stream_object(tensor.device))
 
     @property
     def turn(self) -> int:
@@ -46,16 +48,24 @@ class DeferredReport:
         """Whether the numbers are there. Asked by any thread."""
         return self._last.is_over()
 
+    def query(self) -> bool:
+        """Whether every number is there: who reads them needs all, in whichever order they come."""
+        return self._is_usual() or (self._last.is_over() and not bool(torch.isnan(self._numbers).any()))
+
     def wait(self, look: Callable[[], None]) -> None:
         """Return when the copy is there, as it has been for long in most cases.
 
         `look` is called now and then while it is not; it raises where it never will be.
         """
-        if self._copied is not None:  # the device may not have come so far; or never will, where a rank is gone
-            await_event(self._copied, look)
+        if not self._is_usual():  # the device may not have come so far; or never will, where a rank is gone
+            await_event(self, look)
 
     def read(self) -> Report | None:
         """What has come, after `wait`; None where no rank has anything to tell."""
-        if self._control.is_usual(self._numbers, self._num_written):
+        if self._is_usual():
             return None
         return self._control.read(self._numbers.tolist(), averaged=self._averaged)
+
+    def _is_usual(self) -> bool:
+        """Whether all are there, and say that no rank has anything to tell."""
+        return self._control.is_usual(self._numbers, self._num_written)

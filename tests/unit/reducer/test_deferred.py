@@ -9,55 +9,60 @@ import torch
 
 from phalanx.comm import device_wait
 from phalanx.errors import PeerLostError
-from phalanx.reducer import streams
 from phalanx.reducer.deferred import DeferredReport
 from phalanx.reducer.unused import ControlBlock, Flag
 
 
-class Copied:
-    """In an event's place: over after some looks."""
+class Awaited(DeferredReport):
+    """Its copy is over after it was asked for so often. Before, only the last of its numbers may be there."""
 
-    def __init__(self, looks: int) -> None:
-        self.left = looks
-        self.streams: list[str] = []
-
-    def record(self, stream: str) -> None:
-        self.streams.append(stream)
+    def __init__(self, questions: int, flags: int = Flag.NONE, *, last_is_there: bool = False) -> None:
+        control = ControlBlock(num_parameters=3, num_buckets=1, rank=0, size=2)
+        tail = torch.zeros(control.length)
+        super().__init__(control, tail)
+        control.write(tail, used=None, late=(), weight=1.0, flags=flags) if flags else control.write_nothing(tail)
+        self.start(tail, averaged=False)
+        self.left, self._tail = questions, tail
+        if questions:
+            self._numbers[: -1 if last_is_there else None] = torch.nan
 
     def query(self) -> bool:
         self.left -= 1
-        return self.left < 0
-
-
-def awaited(looks: int, flags: int = Flag.NONE) -> tuple[DeferredReport, Copied]:
-    control = ControlBlock(num_parameters=3, num_buckets=1, rank=0, size=2)
-    tail = torch.zeros(control.length)
-    report, copied = DeferredReport(control, tail), Copied(looks)
-    report._copied = copied  # type: ignore[assignment]
-    control.write(tail, used=None, late=(), weight=1.0, flags=flags) if flags else control.write_nothing(tail)
-    report.start(tail, averaged=False)
-    return report, copied
-
-
-@pytest.fixture(autouse=True)
-def _streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"that of {device}")
-    monkeypatch.setattr(streams, "_objects", {})
+        if self.left == 0:
+            self._numbers.copy_(self._tail)
+        return super().query()
 
 
 def test_a_copy_that_is_over_is_read_without_a_look_at_the_others() -> None:
-    report, copied = awaited(looks=0)
+    report = Awaited(questions=0)
     report.wait(lambda: pytest.fail("looked"))
     assert report.is_over()
     assert report.read() is None
-    assert copied.streams == ["that of cpu"]  # the tensor's device, whichever is the current one
+    assert report.left == 0  # nor is it asked for
 
 
-def test_what_was_said_is_read_once_the_copy_is_over() -> None:
-    report, _ = awaited(looks=3, flags=Flag.FAILED)
+@pytest.mark.parametrize("last_is_there", [False, True])
+def test_what_was_said_is_read_once_the_copy_is_over(last_is_there: bool) -> None:
+    report = Awaited(questions=3, flags=Flag.FAILED, last_is_there=last_is_there)
     report.wait(lambda: pytest.fail("looked"))
     read = report.read()
+    assert report.left == 0
     assert read is not None and read.ranks_with(Flag.FAILED) == [0]
+
+
+def test_nothing_that_an_earlier_step_has_left_is_taken_for_this_ones() -> None:
+    report = Awaited(questions=0)
+
+    report._numbers = report._numbers.as_subclass(_QueuesCopies)
+    report.start(report._tail, averaged=False)
+    assert not report.is_over() and not report.query()
+
+
+class _QueuesCopies(torch.Tensor):
+    """Copies to it are queued, and never come."""
+
+    def copy_(self, *_: object, **__: object) -> torch.Tensor:  # type: ignore[override]
+        return self
 
 
 def test_a_copy_that_never_ends_is_given_up_when_a_rank_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +74,7 @@ def test_a_copy_that_never_ends_is_given_up_when_a_rank_is_gone(monkeypatch: pyt
         if len(looks) == 3:
             raise PeerLostError("rank 1 left", lost_ranks=[1], rank=0)
 
-    report, _ = awaited(looks=1_000_000)
+    report = Awaited(questions=1_000_000)
     with pytest.raises(PeerLostError, match="rank 1 left"):
         report.wait(look)
 
