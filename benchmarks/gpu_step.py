@@ -91,9 +91,8 @@ class Trainer:
     """One variant of a task, step by step, in the same place in memory all along."""
 
     def __init__(self, task: GpuTask, model: nn.Module, wrap: Callable[[nn.Module], nn.Module]) -> None:
-        """With a copy of `model`, which lies on the CPU."""
         self.task = task
-        self.module = wrap(copy.deepcopy(model).cuda())
+        self.module = wrap(model)
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=1e-4, foreach=True)
 
     def step(self) -> None:
@@ -115,7 +114,7 @@ def _peak_mib(name: str, variant: str) -> float:
     _start(port=29578 + random.randrange(20000))
     task = TASKS[name]()
     held = torch.cuda.memory_allocated()
-    trainer = Trainer(task, task.make(), VARIANTS[variant])
+    trainer = Trainer(task, task.make().cuda(), VARIANTS[variant])
     trainer.timed(5)
     torch.cuda.reset_peak_memory_stats()
     trainer.timed(2)
@@ -160,10 +159,10 @@ class Turns:
 
 def measure(name: str, variants: list[str], *, seconds: float) -> dict[str, Any]:
     task = TASKS[name]()
-    model = task.make()
+    model = task.make().cuda()
     turns, began_at = Turns(variants), []
     for _ in range(NUM_PLACES):
-        trainers = {variant: Trainer(task, model, VARIANTS[variant]) for variant in turns.names}
+        trainers = {variant: Trainer(task, copy.deepcopy(model), VARIANTS[variant]) for variant in turns.names}
         for trainer in trainers.values():
             trainer.timed(6)
         gc.collect()
@@ -254,6 +253,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         print("this benchmark needs a GPU: nothing measured")
         return
+    torch.set_num_threads(1)  # they would be many to a core, and wait for each other in turn
     names = arguments.models.split(",")
     peaks = {} if arguments.quick or arguments.without_memory else measure_memory(names, variants)
     _start(port=29577)

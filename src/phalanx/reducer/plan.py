@@ -59,6 +59,8 @@ class BucketPolicy:
     last_bucket_bytes: int = 0
     """If positive: what arrives last, up to this size, travels by itself. Nothing is left to hide the last reduction
     behind, so the less is in it the better."""
+    last_bucket_share: float = 0.0
+    """But only where it holds at least this share of all gradients: the more it holds, the earlier the rest leaves."""
     alone_bytes: int = 0
     """If positive: a gradient of at least this size travels by itself, so that none has to wait for it."""
     least_bytes: int = 0
@@ -82,7 +84,8 @@ def default_policy(device_type: str, total_bytes: int, *, small_bytes: int = MIB
     On a GPU, whose links are fast, it is the host that a collective costs most: a third of all, at most 160 MiB, so that
     few are started and only the last third has nothing left to hide behind; what is as large as half of that is alone.
     A small first one would be a start more for a hundredth of what there is to send, and so would one for a rest. A small
-    last one, on either, lets what comes before it leave while the first layers are under way, which is long in a conv net.
+    last one, on either, lets what comes before it leave while the first layers are under way: that is long in a conv net,
+    where they are many for their size, and on a GPU not worth a start where they are few of many.
     """
     if device_type == "cpu":
         cap = 25 * MIB
@@ -90,7 +93,9 @@ def default_policy(device_type: str, total_bytes: int, *, small_bytes: int = MIB
         return BucketPolicy(cap, small, last_bucket_bytes=small)
     cap = min(max(25 * MIB, total_bytes // 3), 160 * MIB)
     last = min(small_bytes, cap)
-    return BucketPolicy(cap, cap, last_bucket_bytes=last, alone_bytes=cap // 2, least_bytes=cap // 4)
+    return BucketPolicy(
+        cap, cap, last_bucket_bytes=last, last_bucket_share=0.05, alone_bytes=cap // 2, least_bytes=cap // 4
+    )
 
 
 def default_policy_for(parts: Sequence[torch.Tensor], *, small_bytes: int = MIB) -> BucketPolicy:
@@ -165,7 +170,7 @@ def plan_buckets(
         closed += of_kind
     closed.sort(key=full_at)
     if policy.last_bucket_bytes and not from_the_end and closed:
-        closed[-1:] = _without_last(closed[-1], specs, policy.last_bucket_bytes)
+        closed[-1:] = _without_last(closed[-1], specs, policy)
         closed.sort(key=full_at)  # what is left of it may be full before one that is alone
     return tuple(_lay_out(number, members, specs) for number, members in enumerate(closed))
 
@@ -178,14 +183,14 @@ def _kind(spec: ParameterSpec) -> _Kind:
     return spec.dtype, spec.device, spec.sparse
 
 
-def _without_last(members: list[int], specs: Sequence[ParameterSpec], last_bytes: int) -> list[list[int]]:
-    """Split off the end of a bucket, where that leaves more behind than it takes."""
+def _without_last(members: list[int], specs: Sequence[ParameterSpec], policy: BucketPolicy) -> list[list[int]]:
+    """Split off the end of a bucket, where that leaves more behind than it takes, and takes enough of all."""
     num_last, taken = 0, 0
-    while num_last < len(members) and taken + specs[members[-1 - num_last]].num_bytes <= last_bytes:
+    while num_last < len(members) and taken + specs[members[-1 - num_last]].num_bytes <= policy.last_bucket_bytes:
         num_last += 1
         taken += specs[members[-num_last]].num_bytes
     left = sum(specs[member].num_bytes for member in members) - taken
-    if not num_last or left <= last_bytes:
+    if not num_last or left <= policy.last_bucket_bytes or num_last < policy.last_bucket_share * len(specs):
         return [members]
     return [members[:-num_last], members[-num_last:]]
 

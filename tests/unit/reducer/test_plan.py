@@ -173,13 +173,20 @@ def _sizes(mebibytes: list[float], kind: str) -> list[float]:
 def test_on_a_gpu_buckets_are_a_third_of_all() -> None:
     layers = [0.25] * 500
     assert _sizes(layers, "cpu") == [1.0, *[25.0] * 4, 23.0, 1.0]
-    assert _sizes(layers, "cuda") == [41.75, 41.75, 40.5, 1.0]
+    assert _sizes(layers, "cuda") == [41.75, 41.75, 41.5]
+
+
+def test_on_a_gpu_what_arrives_last_travels_by_itself_where_it_is_many_gradients() -> None:
+    """A conv net: its first layers are small, and take long."""
+    assert _sizes([10.0] * 6 + [0.125] * 8, "cuda") == [30.0, 30.0, 1.0]
+    assert _sizes([2.0] * 96 + [0.25] * 4, "cuda") == [66.0, 66.0, 61.0]
+    assert _sizes([2.0] * 96 + [0.125] * 6, "cuda") == [66.0, 66.0, 60.0, 0.75]
 
 
 def test_on_a_gpu_a_small_model_has_buckets_of_25_mib_and_a_large_one_of_no_more_than_160() -> None:
     assert _sizes([1.0] * 30, "cpu") == [1.0, 25.0, 3.0, 1.0]
-    assert _sizes([1.0] * 30, "cuda") == [29.0, 1.0]
-    assert _sizes([1.0] * 33, "cuda") == [25.0, 7.0, 1.0]
+    assert _sizes([1.0] * 30, "cuda") == [30.0]
+    assert _sizes([1.0] * 33, "cuda") == [25.0, 8.0]
     assert _sizes([1.25], "cuda") == [1.25]
     assert _sizes([16.0] * 100, "cuda") == [160.0] * 10
 
