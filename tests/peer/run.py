@@ -3,7 +3,7 @@
     python tests/peer/run.py                          all suites, but the one that needs a GPU
     python tests/peer/run.py ddp2 …                   some of them
     python tests/peer/run.py ddp2 --test T …          some tests of one
-    python tests/peer/run.py ddp_gpu2 --beside 7      on a GPU; wants torch, and `expecttest` on the path
+    python tests/peer/run.py ddp_gpu2 --beside 10     on a GPU; wants torch, and `expecttest` on the path
 
 A suite fails when a test that passes with torch's own class (or on Gloo) does not pass with ours, unless `DIFFERENT` says
 why; and when a test named there passes after all, so that the list stays true.

@@ -27,15 +27,24 @@ class DeferredReport:
     def __init__(self, control: ControlBlock, tensor: torch.Tensor) -> None:
         self._control = control
         self._on_device = tensor.device.type == "cuda"
-        self._numbers = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu", pin_memory=self._on_device)
-        self._address, self._num_bytes = self._numbers.data_ptr(), self._numbers.nbytes
-        self._last = Mark(self._numbers[-1:])
+        self._make_place(tensor)
         self._averaged = False
         self._num_written = 0
 
+    def _make_place(self, tensor: torch.Tensor) -> None:
+        self._numbers = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu", pin_memory=self._on_device)
+        self._address, self._num_bytes = self._numbers.data_ptr(), self._numbers.nbytes
+        self._last = Mark(self._numbers[-1:])
+        self._is_under_way = False  # as far as is known
+
     def start(self, tensor: torch.Tensor, *, averaged: bool) -> None:
         """Copy behind what is queued on the current stream."""
+        if self._is_under_way and not self.query():  # nobody has waited for it: it may come at any time
+            turn = self._last.turn
+            self._make_place(tensor)
+            self._last.turn = turn
         self._averaged, self._num_written = averaged, self._control.num_written
+        self._is_under_way = True
         ctypes.memset(self._address, 0xFF, self._num_bytes)  # each is no number until one comes
         self._last.clear()
         self._numbers.copy_(tensor, non_blocking=self._on_device)
@@ -59,6 +68,7 @@ class DeferredReport:
         """
         if not self._is_usual():  # the device may not have come so far; or never will, where a rank is gone
             await_event(self, look)
+        self._is_under_way = False
 
     def read(self) -> Report | None:
         """What has come, after `wait`; None where no rank has anything to tell."""

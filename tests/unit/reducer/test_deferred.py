@@ -50,6 +50,17 @@ def test_what_was_said_is_read_once_the_copy_is_over(last_is_there: bool) -> Non
     assert read is not None and read.ranks_with(Flag.FAILED) == [0]
 
 
+def test_one_that_was_not_waited_for_cannot_be_taken_for_the_next() -> None:
+    report = Awaited(questions=1_000_000)
+    earlier = report._numbers
+    report.start(report._tail, averaged=False)
+    assert report._numbers is not earlier and report.is_over() and report.turn == 2
+    report.wait(lambda: pytest.fail("looked"))
+    current = report._numbers
+    report.start(report._tail, averaged=False)
+    assert report._numbers is current
+
+
 def test_nothing_that_an_earlier_step_has_left_is_taken_for_this_ones() -> None:
     report = Awaited(questions=0)
 
