@@ -57,25 +57,27 @@ class DeferredReport:
         """Whether the numbers are there. Asked by any thread."""
         return self._last.is_over()
 
+    def is_usual(self) -> bool:
+        """Whether all numbers are there, and say that no rank has anything to tell."""
+        usual = self._control.is_usual(self._numbers, self._num_written)
+        self._is_under_way = self._is_under_way and not usual
+        return usual
+
     def query(self) -> bool:
         """Whether every number is there: who reads them needs all, in whichever order they come."""
-        return self._is_usual() or (self._last.is_over() and not bool(torch.isnan(self._numbers).any()))
+        return self.is_usual() or (self._last.is_over() and not bool(torch.isnan(self._numbers).any()))
 
     def wait(self, look: Callable[[], None]) -> None:
         """Return when the copy is there, as it has been for long in most cases.
 
         `look` is called now and then while it is not; it raises where it never will be.
         """
-        if not self._is_usual():  # the device may not have come so far; or never will, where a rank is gone
+        if not self.is_usual():  # the device may not have come so far; or never will, where a rank is gone
             await_event(self, look)
         self._is_under_way = False
 
     def read(self) -> Report | None:
         """What has come, after `wait`; None where no rank has anything to tell."""
-        if self._is_usual():
+        if self.is_usual():
             return None
         return self._control.read(self._numbers.tolist(), averaged=self._averaged)
-
-    def _is_usual(self) -> bool:
-        """Whether all are there, and say that no rank has anything to tell."""
-        return self._control.is_usual(self._numbers, self._num_written)

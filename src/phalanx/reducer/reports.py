@@ -26,6 +26,7 @@ class Reports:
         """The same, also when it is read or given up."""
         self._fetches: bool | None = None  # whether it is to be read late, and then whether it is an average
         self._hindsight: PhalanxError | None = None
+        self._is_captured = False  # the step under way, whose report was written
 
     def say(
         self, layout: Layout, *, used: Sequence[bool] | None, late: Sequence[int], weight: float, flags: int
@@ -44,7 +45,8 @@ class Reports:
 
     def write(self, layout: Layout) -> None:
         said, control, tensor = self._said, layout.control, layout.control_tensor
-        if layout.on_streams and is_capturing(tensor.device):
+        self._is_captured = layout.on_streams and is_capturing(tensor.device)
+        if self._is_captured:
             control.note_capture()
         if said is control.nothing_alone:
             control.write_nothing(tensor)
@@ -70,9 +72,16 @@ class Reports:
     def fetch(self, layout: Layout) -> None:
         """Behind all that this step queues: what is read late is on its way from now on."""
         averaged, self._fetches = self._fetches, None
-        if averaged is not None and layout.deferred is not None and not is_capturing(layout.control_tensor.device):
+        if averaged is not None and layout.deferred is not None and not self._is_captured:
             layout.deferred.start(layout.control_tensor, averaged=averaged)
             self.awaited = self.queued = layout.deferred
+
+    def last_was_usual(self) -> bool:
+        """Whether what is awaited is there, and nobody has anything to tell: then it is read. So in nearly every step."""
+        if self.awaited is None or not self.awaited.is_usual():
+            return False
+        self.awaited = None
+        return True
 
     def read_awaited(
         self, layout: Layout, wait: Callable[[DeferredReport], None], *, rank: int, step: int

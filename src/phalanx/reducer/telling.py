@@ -91,8 +91,12 @@ class Telling(BreakingOff):
 
     def _hear_of_last_step(self) -> None:
         """What the others had to say of it, where this rank has gone on. A change of theirs is followed here."""
+        report = None
         try:
-            report = self._reports.read_awaited(self.layout, self._await, rank=self.rank, step=self.step)
+            if self._reports.last_was_usual():
+                self.group.check_alive()
+            else:
+                report = self._reports.read_awaited(self.layout, self._await, rank=self.rank, step=self.step)
         except PhalanxError as error:  # it will never be read: a rank is gone, or left that step open
             if self._carrier.hook is not None and isinstance(error, PeerFailedError):
                 self._standing.part("waited")
