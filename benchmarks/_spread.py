@@ -44,3 +44,21 @@ def ratio_of_medians(numerators: Sequence[float], denominators: Sequence[float])
 
     ratios = sorted(ratio(source.choices(pairs, k=len(pairs))) for _ in range(NUM_RESAMPLES))
     return Spread(ratio(pairs), ratios[int(0.025 * NUM_RESAMPLES)], ratios[int(0.975 * NUM_RESAMPLES) - 1])
+
+
+def ratio_by_place(numerators: Sequence[Sequence[float]], denominators: Sequence[Sequence[float]]) -> Spread:
+    """Likewise, of measurements in several places, each of which has something of its own: places are resampled, too."""
+    source = random.Random(0)
+    places = [list(zip(tops, bottoms, strict=True)) for tops, bottoms in zip(numerators, denominators, strict=True)]
+
+    def ratio(drawn: Sequence[tuple[float, float]]) -> float:
+        bottom = statistics.median(bottom for _, bottom in drawn)
+        return statistics.median(top for top, _ in drawn) / bottom if bottom else float("nan")
+
+    def resampled() -> list[tuple[float, float]]:
+        chosen = source.choices(places, k=len(places))
+        return [pair for place in chosen for pair in source.choices(place, k=len(place))]
+
+    ratios = sorted(ratio(resampled()) for _ in range(NUM_RESAMPLES))
+    every = ratio([pair for place in places for pair in place])
+    return Spread(every, ratios[int(0.025 * NUM_RESAMPLES)], ratios[int(0.975 * NUM_RESAMPLES) - 1])

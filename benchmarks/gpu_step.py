@@ -18,6 +18,7 @@ import argparse
 import copy
 import gc
 import json
+import math
 import os
 import random
 import statistics
@@ -37,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from _gpu_models import TASKS, GpuTask
 from _quiet import stay_on_the_quietest_core, use_all_cores
-from _spread import ratio_of_medians, spread
+from _spread import ratio_by_place, spread
 
 import phalanx as px
 from phalanx.api.replica import replica_of
@@ -84,7 +85,7 @@ VARIANTS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 TORCHS = ("torch", "torch plain")
 NUM_PLACES = 6
-ROUNDS_TO_DROP = 12
+PLACES_TO_DROP = 2
 
 
 class Trainer:
@@ -130,12 +131,21 @@ def measure_memory(names: list[str], variants: list[str]) -> dict[str, dict[str,
 
 
 class Turns:
-    """Variants that take turns; what each took per step, by round."""
+    """Variants that take turns; what each took per step, by place and round."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = list(names)
-        self.times: dict[str, list[float]] = {name: [] for name in names}
+        self.times: dict[str, list[list[float]]] = {name: [] for name in names}
         self.num_steps = 0
+
+    def begin_place(self) -> None:
+        for name in self.names:
+            self.times[name].append([])
+
+    @property
+    def num_rounds(self) -> int:
+        """In this place."""
+        return len(self.times["bare"][-1])
 
     def take(self, trainers: dict[str, Trainer]) -> None:
         """One round."""
@@ -144,73 +154,84 @@ class Turns:
             self.num_steps = max(1, min(8, round(TURN_MS / one)))
         for name in random.sample(self.names, len(self.names)):
             trainers[name].timed(1)
-            self.times[name].append(trainers[name].timed(self.num_steps))
+            self.times[name][-1].append(trainers[name].timed(self.num_steps))
         gc.collect()  # its pauses would be longer than what is measured
 
     def drop_the_slower(self, one: str, other: str) -> None:
-        """Of two, go on without one that has hardly ever been the faster."""
-        if not {one, other} <= set(self.names) or len(self.times[one]) < ROUNDS_TO_DROP:
+        """Of two, go on without one that has hardly ever been the faster, in several places."""
+        if not {one, other} <= set(self.names) or len(self.times[one]) < PLACES_TO_DROP:
             return
-        won = sum(a < b for a, b in zip(self.times[one], self.times[other], strict=True))
-        lost = len(self.times[one]) - won
-        if min(won, lost) <= max(won, lost) / 10:
-            self.names.remove(one if won < lost else other)
+        for slower, faster in ((one, other), (other, one)):
+            if all(map(_is_hardly_ever_less, self.times[slower], self.times[faster])):
+                self.names.remove(slower)
+
+
+def _is_hardly_ever_less(these: list[float], those: list[float]) -> bool:
+    won = sum(a < b for a, b in zip(these, those, strict=True))
+    return won <= len(these) / 10
 
 
 def measure(name: str, variants: list[str], *, seconds: float) -> dict[str, Any]:
     task = TASKS[name]()
     model = task.make().cuda()
-    turns, began_at = Turns(variants), []
+    turns = Turns(variants)
     for _ in range(NUM_PLACES):
         trainers = {variant: Trainer(task, copy.deepcopy(model), VARIANTS[variant]) for variant in turns.names}
         for trainer in trainers.values():
             trainer.timed(6)
         gc.collect()
         gc.disable()
-        began_at.append(len(turns.times["bare"]))
+        turns.begin_place()
         until = time.perf_counter() + seconds / NUM_PLACES
-        while len(turns.times["bare"]) < began_at[-1] + 3 or time.perf_counter() < until:
+        while turns.num_rounds < 3 or time.perf_counter() < until:
             turns.take(trainers)
-            turns.drop_the_slower(*TORCHS)
         gc.enable()
         del trainers, trainer
         gc.collect()
-    return _summary(turns, began_at) | {
+        turns.drop_the_slower(*TORCHS)
+    return _summary(turns) | {
         "model": name,
         "about": task.about,
         "num_parameters": sum(1 for _ in model.parameters()),
     }
 
 
-def _summary(turns: Turns, began_at: list[int]) -> dict[str, Any]:
-    """Of all rounds; `began_at` says which were the first with the trainers in another place."""
+def _summary(turns: Turns) -> dict[str, Any]:
+    """Of all places and rounds."""
     times = turns.times
     best = min(
-        (variant for variant in TORCHS if variant in turns.names), key=lambda name: statistics.median(times[name])
+        (variant for variant in TORCHS if variant in turns.names), key=lambda name: statistics.median(_all(times[name]))
     )
     (other,) = (variant for variant in TORCHS if variant != best)
     shown = {variant: values for variant, values in times.items() if variant != other}
-    extra = {variant: [a - b for a, b in zip(shown[variant], times["bare"], strict=True)] for variant in shown}
-    places = [slice(first, last) for first, last in zip(began_at, [*began_at[1:], None], strict=True)]
+    extra = {variant: _differences(values, times["bare"]) for variant, values in shown.items()}
 
-    def ratio_in(place: slice, variant: str) -> float:
-        return statistics.median(extra[variant][place]) / statistics.median(extra[best][place])
+    def ratio_in(place: int, variant: str) -> float:
+        return statistics.median(extra[variant][place]) / (statistics.median(extra[best][place]) or math.nan)
 
     return {
         "best": best,
-        "other": {other: statistics.median(times[other])},
-        "rounds": len(times["bare"]),
+        "other": {other: statistics.median(_all(times[other]))},
+        "rounds": len(_all(times["bare"])),
         "steps per turn": turns.num_steps,
-        "ms": {variant: vars(spread(values)) for variant, values in shown.items()},
+        "ms": {variant: vars(spread(_all(values))) for variant, values in shown.items()},
         "overhead": {
             variant: {
-                "ms": vars(spread(values)),
-                "of torch's": vars(ratio_of_medians(values, extra[best])),
-                "of torch's, by place": [ratio_in(place, variant) for place in places],
+                "ms": vars(spread(_all(values))),
+                "of torch's": vars(ratio_by_place(values, extra[best])),
+                "of torch's, by place": [ratio_in(place, variant) for place in range(NUM_PLACES)],
             }
             for variant, values in extra.items()
         },
     }
+
+
+def _all(by_place: list[list[float]]) -> list[float]:
+    return [value for place in by_place for value in place]
+
+
+def _differences(these: list[list[float]], those: list[list[float]]) -> list[list[float]]:
+    return [[a - b for a, b in zip(one, other, strict=True)] for one, other in zip(these, those, strict=True)]
 
 
 def show(result: dict[str, Any]) -> None:
@@ -221,13 +242,13 @@ def show(result: dict[str, Any]) -> None:
     )
     for variant, value in result["ms"].items():
         overhead = result["overhead"][variant]
-        extra, ratio, ratio_by_place = overhead["ms"], overhead["of torch's"], overhead["of torch's, by place"]
+        extra, ratio, ratios = overhead["ms"], overhead["of torch's"], overhead["of torch's, by place"]
         adds = f"{extra['median']:7.2f} [{extra['low']:.2f}, {extra['high']:.2f}]"
         line = f"  {variant:12} {value['median']:8.2f} ms  adds {adds}"
         if "peak MiB" in result:
             line += f"  peak {result['peak MiB'][variant]:8.2f} MiB"
         if variant not in ("bare", result["best"]):
-            by_place = ", ".join(f"{one:.2f}" for one in ratio_by_place)
+            by_place = ", ".join(f"{one:.2f}" for one in ratios)
             line += f"   {ratio['median']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}] of torch's ({by_place})"
         print(line)
     sys.stdout.flush()

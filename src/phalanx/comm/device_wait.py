@@ -19,7 +19,7 @@ GRACE_S = 0.5
 
 
 class Event(Protocol):
-    """What a device comes to: `torch.cuda.Event`."""
+    """What a device comes to: `torch.cuda.Event`, or a number that it puts into the host's memory."""
 
     def query(self) -> bool: ...
 
@@ -55,6 +55,12 @@ def await_stream(device: torch.device, look: Callable[[], None]) -> None:
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
     await_event(event, look)
+
+
+def check_device(device: torch.device) -> None:
+    """Raise what has gone wrong on a device: after an assertion in a kernel, say, it does nothing, and only CUDA tells."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).query()
 
 
 def is_capturing(device: torch.device) -> bool:

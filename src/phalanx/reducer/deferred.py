@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 
-from phalanx.comm.device_wait import await_event
+from phalanx.comm.device_wait import await_event, check_device
 from phalanx.comm.lookout import Mark
 from phalanx.reducer.unused import ControlBlock, Report
 
@@ -26,6 +26,7 @@ class DeferredReport:
 
     def __init__(self, control: ControlBlock, tensor: torch.Tensor) -> None:
         self._control = control
+        self._device = tensor.device
         self._on_device = tensor.device.type == "cuda"
         self._make_place(tensor)
         self._averaged = False
@@ -54,7 +55,7 @@ class DeferredReport:
         return self._last.turn
 
     def is_over(self) -> bool:
-        """Whether the numbers are there. Asked by any thread."""
+        """Whether the device has come so far, by the last number. Asked by any thread."""
         return self._last.is_over()
 
     def is_usual(self) -> bool:
@@ -70,10 +71,16 @@ class DeferredReport:
     def wait(self, look: Callable[[], None]) -> None:
         """Return when the copy is there, as it has been for long in most cases.
 
-        `look` is called now and then while it is not; it raises where it never will be.
+        `look` is called now and then while it is not; it raises where it never will be. So does CUDA, where the device has
+        failed.
         """
+
+        def look_at_all() -> None:
+            check_device(self._device)
+            look()
+
         if not self.is_usual():  # the device may not have come so far; or never will, where a rank is gone
-            await_event(self, look)
+            await_event(self, look_at_all)
         self._is_under_way = False
 
     def read(self) -> Report | None:

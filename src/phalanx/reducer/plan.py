@@ -60,7 +60,7 @@ class BucketPolicy:
     """If positive: what arrives last, up to this size, travels by itself. Nothing is left to hide the last reduction
     behind, so the less is in it the better."""
     last_bucket_share: float = 0.0
-    """But only where it holds at least this share of all gradients: the more it holds, the earlier the rest leaves."""
+    """But only where it holds at least this share of all gradients, by number: the more, the earlier the rest leaves."""
     alone_bytes: int = 0
     """If positive: a gradient of at least this size travels by itself, so that none has to wait for it."""
     least_bytes: int = 0

@@ -90,6 +90,25 @@ def test_a_copy_that_never_ends_is_given_up_when_a_rank_is_gone(monkeypatch: pyt
         report.wait(look)
 
 
+def test_a_device_that_has_failed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an assertion in a kernel, say, it does nothing more, and no rank is gone."""
+    monkeypatch.setattr(device_wait, "LOOK_EVERY_S", 0.005)
+    monkeypatch.setattr(device_wait, "GRACE_S", 0.005)
+
+    def query() -> bool:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    asked = []
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: asked.append(device) or SimpleNamespace(query=query)
+    )
+    report = Awaited(questions=1_000_000)
+    report._device = torch.device("cuda", 1)
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        report.wait(lambda: None)
+    assert asked == [torch.device("cuda", 1)]
+
+
 def test_whether_a_graph_is_captured_is_asked_of_the_device_in_question(monkeypatch: pytest.MonkeyPatch) -> None:
     made = SimpleNamespace(current=0)
 
