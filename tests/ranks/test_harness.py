@@ -228,6 +228,7 @@ def test_skip() -> None:
 
 def test_expected_exits() -> None:
     def body() -> str:
+        meet("connected")
         if dist.get_rank() == 0:  # the rank that would host a launcher's store
             os.kill(os.getpid(), signal.SIGKILL)
         dist.distributed_c10d._get_default_store().set("alive", "yes")
