@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 NUM_RESAMPLES = 2000
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A median and its 95 % interval, by resampling the rounds."""
+    """A median and its 95 % interval, by resampling what was measured."""
 
     median: float
     low: float
@@ -23,11 +25,12 @@ class Spread:
 
 
 def spread(values: Sequence[float]) -> Spread:
-    source = random.Random(0)
-    medians = sorted(statistics.median(source.choices(values, k=len(values))) for _ in range(NUM_RESAMPLES))
-    return Spread(
-        statistics.median(values), medians[int(0.025 * NUM_RESAMPLES)], medians[int(0.975 * NUM_RESAMPLES) - 1]
-    )
+    return spread_by_place([values])
+
+
+def spread_by_place(values: Sequence[Sequence[float]]) -> Spread:
+    """Of measurements in several places, each of which has something of its own: places are resampled, too."""
+    return _resampled(values, statistics.median)
 
 
 def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Spread:
@@ -37,28 +40,28 @@ def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> 
 
 def ratio_of_medians(numerators: Sequence[float], denominators: Sequence[float]) -> Spread:
     """Of small differences, whose ratio within a round means nothing; the rounds are resampled together."""
-    source, pairs = random.Random(0), list(zip(numerators, denominators, strict=True))
-
-    def ratio(drawn: Sequence[tuple[float, float]]) -> float:
-        return statistics.median(top for top, _ in drawn) / statistics.median(bottom for _, bottom in drawn)
-
-    ratios = sorted(ratio(source.choices(pairs, k=len(pairs))) for _ in range(NUM_RESAMPLES))
-    return Spread(ratio(pairs), ratios[int(0.025 * NUM_RESAMPLES)], ratios[int(0.975 * NUM_RESAMPLES) - 1])
+    return ratio_by_place([numerators], [denominators])
 
 
 def ratio_by_place(numerators: Sequence[Sequence[float]], denominators: Sequence[Sequence[float]]) -> Spread:
-    """Likewise, of measurements in several places, each of which has something of its own: places are resampled, too."""
-    source = random.Random(0)
-    places = [list(zip(tops, bottoms, strict=True)) for tops, bottoms in zip(numerators, denominators, strict=True)]
+    """Likewise, in several places."""
 
     def ratio(drawn: Sequence[tuple[float, float]]) -> float:
         bottom = statistics.median(bottom for _, bottom in drawn)
-        return statistics.median(top for top, _ in drawn) / bottom if bottom else float("nan")
+        return statistics.median(top for top, _ in drawn) / bottom if bottom else math.nan
 
-    def resampled() -> list[tuple[float, float]]:
+    places = [list(zip(tops, bottoms, strict=True)) for tops, bottoms in zip(numerators, denominators, strict=True)]
+    return _resampled(places, ratio)
+
+
+def _resampled(places: Sequence[Sequence[Any]], figure: Callable[[Sequence[Any]], float]) -> Spread:
+    """A figure of all that was measured, and its 95 % interval: places are drawn and, within each, as many rounds again."""
+    source = random.Random(0)
+
+    def drawn() -> list[Any]:
         chosen = source.choices(places, k=len(places))
-        return [pair for place in chosen for pair in source.choices(place, k=len(place))]
+        return [one for place in chosen for one in source.choices(place, k=len(place))]
 
-    ratios = sorted(ratio(resampled()) for _ in range(NUM_RESAMPLES))
-    every = ratio([pair for place in places for pair in place])
-    return Spread(every, ratios[int(0.025 * NUM_RESAMPLES)], ratios[int(0.975 * NUM_RESAMPLES) - 1])
+    figures = sorted(figure(drawn()) for _ in range(NUM_RESAMPLES))
+    every = figure([one for place in places for one in place])
+    return Spread(every, figures[int(0.025 * NUM_RESAMPLES)], figures[int(0.975 * NUM_RESAMPLES) - 1])

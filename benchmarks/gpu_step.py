@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from _gpu_models import TASKS, GpuTask
 from _quiet import stay_on_the_quietest_core, use_all_cores
-from _spread import ratio_by_place, spread
+from _spread import ratio_by_place, spread_by_place
 
 import phalanx as px
 from phalanx.api.replica import replica_of
@@ -214,10 +214,10 @@ def _summary(turns: Turns) -> dict[str, Any]:
         "other": {other: statistics.median(_all(times[other]))},
         "rounds": len(_all(times["bare"])),
         "steps per turn": turns.num_steps,
-        "ms": {variant: vars(spread(_all(values))) for variant, values in shown.items()},
+        "ms": {variant: vars(spread_by_place(values)) for variant, values in shown.items()},
         "overhead": {
             variant: {
-                "ms": vars(spread(_all(values))),
+                "ms": vars(spread_by_place(values)),
                 "of torch's": vars(ratio_by_place(values, extra[best])),
                 "of torch's, by place": [ratio_in(place, variant) for place in range(NUM_PLACES)],
             }

@@ -341,7 +341,7 @@ def left_alone(wrap: Callable[[nn.Module], nn.Module]) -> None:
         os._exit(3)
     reducer = getattr(model, "_engine", None) or replica_of(model).reducer
     late = reducer._reports.queued
-    late._last.clear()
+    late._mark.clear()
     group, until = reducer.group, time.monotonic() + 15
     while not group.is_given_up and time.monotonic() < until:
         time.sleep(0.01)  # within CUDA, on a GPU

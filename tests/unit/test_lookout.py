@@ -247,11 +247,11 @@ def test_a_fork_has_one_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_mark_is_over_when_its_number_has_come(dtype: torch.dtype) -> None:
+def test_a_mark_is_over_when_its_last_number_has_come(dtype: torch.dtype) -> None:
     numbers = torch.zeros(3, dtype=dtype)
-    mark = Mark(numbers[-1:])
+    mark = Mark(numbers)
     mark.clear()
-    assert not mark.is_over()
+    assert not mark.is_over() and bool(numbers.isnan().all())
     numbers[:2] = 1.0
     assert not mark.is_over()
     numbers.copy_(torch.tensor([0.0, 0.0, 7.0]))

@@ -46,22 +46,26 @@ _NUMBERS = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
 
 
 class Mark:
-    """A number that a device puts into the host's memory when it comes to it, which any thread may look at."""
+    """Numbers that a device puts into the host's memory when it comes to it, at which any thread may look."""
 
-    def __init__(self, number: torch.Tensor) -> None:
-        """`number` is one in pinned memory. What comes to lie there is finite."""
-        self._kept = number
-        self._there = _NUMBERS[number.dtype].from_address(number.data_ptr())
+    def __init__(self, numbers: torch.Tensor) -> None:
+        """They are in pinned memory. What comes to lie there is finite."""
+        self._kept = numbers
+        number, address = _NUMBERS[numbers.dtype], numbers.data_ptr()
+        self._bytes = (ctypes.c_char * numbers.nbytes).from_address(address)
+        self._none_there = b"\xff" * numbers.nbytes  # each is NaN
+        self._last = number.from_address(address + numbers.nbytes - ctypes.sizeof(number))
         self.turn = 0
         """How often it was queued."""
 
     def clear(self) -> None:
-        """Call before it is queued that the number comes."""
+        """Call before it is queued that the numbers come."""
         self.turn += 1
-        self._there.value = math.nan
+        self._bytes.raw = self._none_there
 
     def is_over(self) -> bool:
-        return not math.isnan(self._there.value)
+        """Whether the device has come so far: the last number is there. Others of them may come a moment later."""
+        return not math.isnan(self._last.value)
 
 
 class OwnMark(Mark):

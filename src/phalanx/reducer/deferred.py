@@ -11,7 +11,6 @@ too, but recording one and asking for it are calls of CUDA in every step.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 
 import torch
@@ -27,36 +26,33 @@ class DeferredReport:
     def __init__(self, control: ControlBlock, tensor: torch.Tensor) -> None:
         self._control = control
         self._device = tensor.device
-        self._on_device = tensor.device.type == "cuda"
         self._make_place(tensor)
         self._averaged = False
         self._num_written = 0
 
     def _make_place(self, tensor: torch.Tensor) -> None:
-        self._numbers = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu", pin_memory=self._on_device)
-        self._address, self._num_bytes = self._numbers.data_ptr(), self._numbers.nbytes
-        self._last = Mark(self._numbers[-1:])
+        self._numbers = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+        self._mark = Mark(self._numbers)
         self._is_under_way = False  # as far as is known
 
     def start(self, tensor: torch.Tensor, *, averaged: bool) -> None:
         """Copy behind what is queued on the current stream."""
         if self._is_under_way and not self.query():  # nobody has waited for it: it may come at any time
-            turn = self._last.turn
+            turn = self._mark.turn
             self._make_place(tensor)
-            self._last.turn = turn
+            self._mark.turn = turn
         self._averaged, self._num_written = averaged, self._control.num_written
         self._is_under_way = True
-        ctypes.memset(self._address, 0xFF, self._num_bytes)  # each is no number until one comes
-        self._last.clear()
-        self._numbers.copy_(tensor, non_blocking=self._on_device)
+        self._mark.clear()
+        self._numbers.copy_(tensor, non_blocking=tensor.is_cuda)
 
     @property
     def turn(self) -> int:
-        return self._last.turn
+        return self._mark.turn
 
     def is_over(self) -> bool:
-        """Whether the device has come so far, by the last number. Asked by any thread."""
-        return self._last.is_over()
+        """Whether the device has come so far. Asked by any thread."""
+        return self._mark.is_over()
 
     def is_usual(self) -> bool:
         """Whether all numbers are there, and say that no rank has anything to tell."""
@@ -66,7 +62,7 @@ class DeferredReport:
 
     def query(self) -> bool:
         """Whether every number is there: who reads them needs all, in whichever order they come."""
-        return self.is_usual() or (self._last.is_over() and not bool(torch.isnan(self._numbers).any()))
+        return self.is_usual() or (self._mark.is_over() and not bool(torch.isnan(self._numbers).any()))
 
     def wait(self, look: Callable[[], None]) -> None:
         """Return when the copy is there, as it has been for long in most cases.
